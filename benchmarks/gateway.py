@@ -110,7 +110,7 @@ async def measured(generator: LocalGenerator, gateway: Gateway, given: argparse.
 
 async def directly(generator: LocalGenerator, _: Gateway, given: argparse.Namespace) -> tuple[float, float]:
     first = tuple(encode_chat(TOKENIZER, QUESTION, add_generation_prompt=True).tokens)
-    suffix = tuple(encode_after(TOKENIZER, QUESTION, MORE))
+    suffix = tuple(encode_after(TOKENIZER, QUESTION, MORE).tokens)
 
     async def session(seed: int) -> None:
         prompt = first

@@ -321,7 +321,10 @@ def serve(
     name: Annotated[str | None, Option(help="The model's name for clients; by default its folder.")] = None,
     context: Annotated[int | None, Option(min=1, help="Maximum sequence length; by default the model's.")] = None,
     max_concurrent: Annotated[int, Option(min=1, help="Requests in flight; more are rejected with 429.")] = 1024,
-    max_body: Annotated[int, Option(min=1, metavar="BYTES", help="Maximum size of a request.")] = 4 * 2**20,
+    max_body: Annotated[
+        int | None, Option(min=1, metavar="BYTES", help="Maximum size of a request; 4 MiB, with images 32 MiB.")
+    ] = None,
+    image_urls: Annotated[bool, Option("--image-urls", help="Fetch images that requests name by http.")] = False,
     allowed_hosts: Annotated[
         Texts,
         Option(

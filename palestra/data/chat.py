@@ -19,11 +19,12 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
+from palestra.data.media import Image, is_image, part_image
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 
 Message = Mapping[str, Any]
-"""One turn: `role`, `content` (a string or OpenAI's list of text parts), and what else the template reads."""
+"""One turn: `role`, `content` (a string or OpenAI's list of parts, texts and images), and what the template reads."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,26 @@ class EncodedChat:
 
     tokens: list[int]
     loss_mask: list[bool]
+    images: tuple[Image, ...] = ()
+    """What its tokens of images stand for."""
+
+    def expanded(self, images: Sequence[Image], tokenizer: Tokenizer) -> "EncodedChat":
+        """With as many tokens for each image as it has, in place of the one that the template writes."""
+        pad = tokenizer.image_pad
+        found = 0 if pad is None else self.tokens.count(pad)
+        if found != len(images):
+            raise UsageError(
+                f"the chat template of {tokenizer.name} writes {found} image tokens for {len(images)} images: give the "
+                "model a template that writes <|vision_start|><|image_pad|><|vision_end|> for each"
+            )
+        tokens, mask, placed, left = [], [], [], iter(images)
+        for token, trained in zip(self.tokens, self.loss_mask, strict=True):
+            if token == pad:
+                placed.append(next(left).at(len(tokens)))
+            count = placed[-1].tokens if token == pad else 1
+            tokens += [token] * count
+            mask += [trained] * count
+        return EncodedChat(tokens, mask, tuple(placed))
 
 
 def render(
@@ -44,10 +65,10 @@ def render(
 ) -> str:
     """The conversation as the tokenizer's chat template writes it, as transformers' `apply_chat_template` would.
 
-    Content may also be OpenAI's list of text parts, which are joined by line breaks. The string is for reading: encoded
-    with `specials=True`, special strings inside the messages would count. Use `encode_chat` for tokens.
+    Content may also be OpenAI's list of text parts, which are joined by line breaks, and of images. The string is for
+    reading: encoded with `specials=True`, special strings inside the messages would count. `encode_chat` gives tokens.
     """
-    return _rendered(tokenizer, _plain(messages), add_generation_prompt, tools, variables)
+    return _rendered(tokenizer, _plain(messages, tokenizer)[0], add_generation_prompt, tools, variables)
 
 
 def encode_chat(
@@ -73,8 +94,10 @@ def encode_chat(
     it with a generation prompt, up to the special token that ends the turn, or up to the end where there is none; that
     conversation, the one with the turn and the whole must each begin with the one before, as strings, or the template
     is refused. A token that reaches into a turn from before it is trained.
+
+    *Images* are read, resized and placed: the one token that the template writes for each becomes as many as it has.
     """
-    messages = _plain(messages)
+    messages, images = _plain(messages, tokenizer)
     hidden = _Hidden(tokenizer, [messages, tools, variables])
     safe_messages, safe_tools, safe_variables = hidden.messages(messages), hidden(tools), hidden(variables)
     marks = safe_variables[GENERATION_MARKS] = (hidden.fresh(), hidden.fresh())
@@ -86,7 +109,7 @@ def encode_chat(
     parts, spans = hidden.parts(text, marks)
     if add_generation_prompt:
         tokens = tokenizer.encode_parts(parts)[0]
-        return EncodedChat(tokens, [False] * len(tokens))
+        return EncodedChat(tokens, [False] * len(tokens)).expanded(images, tokenizer)
     blocks = re.search(r"\{%[-+]?\s*generation\b", _template_of(tokenizer)) is not None
     for index, message in enumerate(messages):
         if not blocks and message["role"] == "assistant":
@@ -105,7 +128,7 @@ def encode_chat(
     for span in spans:
         for index in _trained(tokenizer, tokens, places, span, blocks):
             mask[index] = True
-    return EncodedChat(tokens, mask)
+    return EncodedChat(tokens, mask).expanded(images, tokenizer)
 
 
 def encode_after(
@@ -115,13 +138,13 @@ def encode_after(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
-) -> list[int]:
+) -> EncodedChat:
     """The tokens between an assistant's turn that follows `messages` and the turn that follows the `new` messages.
 
     They begin where the template ends a turn and end with the generation prompt; what the turn itself holds does not
     matter. A template that renders `messages` differently once more follow is refused.
     """
-    messages, new = _plain(messages), _plain(new)
+    (messages, _), (new, images) = _plain(messages, tokenizer), _plain(new, tokenizer)
     hidden = _Hidden(tokenizer, [messages, new, tools, variables])
     turn = {"role": "assistant", "content": hidden.fresh()}
     before, after, safe_tools = hidden.messages(messages), hidden.messages(new), hidden(tools)
@@ -133,7 +156,8 @@ def encode_after(
             f"the chat template of {tokenizer.name} renders the beginning of a conversation differently once more "
             "turns follow, which would change tokens that the model has read and sampled"
         )
-    return tokenizer.encode_parts(hidden.parts(rest, (hidden.fresh(), hidden.fresh()))[0])[0]
+    tokens = tokenizer.encode_parts(hidden.parts(rest, (hidden.fresh(), hidden.fresh()))[0])[0]
+    return EncodedChat(tokens, [False] * len(tokens)).expanded(images, tokenizer)
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
@@ -243,21 +267,36 @@ class _Hidden:
         return self._border * closes + text + self._border * opens
 
 
-def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages with lists of text parts joined into strings."""
-    plain = []
+def _plain(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[list[dict[str, Any]], list[Image]]:
+    """The messages with lists of text parts joined into strings, and their images, of which only the places are left.
+
+    Where there are images the content stays a list, in which templates find them.
+    """
+    plain, images = [], []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise UsageError(f"message {index} is not an object with a role: {message!r}")
         content = message.get("content")
         if content is not None and not isinstance(content, str):
-            for part in content:
+            seen = [_image(part, index, tokenizer) for part in content if is_image(part)]
+            images += seen
+            for part in (part for part in content if not is_image(part)):
                 kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
                 if not isinstance(part, Mapping) or kind != "text" or not isinstance(part.get("text"), str):
-                    raise UsageError(f"message {index} has a content part of type {kind!r}; this model reads text only")
-            message = {**message, "content": "\n".join(part["text"] for part in content)}
+                    raise UsageError(f"message {index} has a content part of type {kind!r}: expected text or image_url")
+            parts = [{"type": "image"} if is_image(part) else dict(part) for part in content]
+            message = {**message, "content": parts if seen else "\n".join(part["text"] for part in content)}
         plain.append(dict(message))
-    return plain
+    return plain, images
+
+
+def _image(part: Mapping[str, Any], index: int, tokenizer: Tokenizer) -> Image:
+    if tokenizer.pixels is None:
+        raise UsageError(f"message {index} has an image, and the model of {tokenizer.name} reads text only")
+    try:
+        return part_image(part, tokenizer.pixels)
+    except UsageError as error:
+        raise UsageError(f"message {index}: {error}") from error
 
 
 def _rendered(

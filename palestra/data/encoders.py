@@ -3,7 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from palestra.data.chat import encode_chat
+from palestra.data.media import Image, PixelLimits, content_text
 from palestra.data.readers import Row
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
@@ -25,6 +26,7 @@ class EncodedRow:
     """UTF-8 bytes of the text that the tokens stand for."""
     loss: Sequence[bool] | np.ndarray | None = None
     """Whether each token is trained on; None where all are."""
+    images: Sequence[Image] = ()
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,8 @@ class ChatEncoder(Encoder):
     template: str | None
     opening: tuple[int, ...]
     """What plain prompts begin with, such as Llama's BOS; a template writes its own."""
+    pixels: PixelLimits | None
+    """How large images are, where the model reads any."""
 
     @classmethod
     def load(
@@ -207,38 +211,42 @@ class ChatEncoder(Encoder):
         tokenizer = cached_tokenizer(str(folder))
         names = (tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size)
         around = (tokenizer.chat_template, ()) if format == "chat" else (None, tokenizer.beginning)
-        return cls(*names, "text", True, str(folder), format, side, *around)  # rows of text files are refused
+        # Rows of text files are refused.
+        return cls(*names, "text", True, str(folder), format, side, *around, tokenizer.pixels)
 
     @property
     def recipe(self) -> dict[str, Any]:
         form = {"format": self.format, "side": self.side, "template": self.template, "opening": self.opening}
-        return {"encoder": "chat", **form}
+        return {"encoder": "chat", **form} | ({} if self.pixels is None else {"pixels": asdict(self.pixels)})
 
     def __call__(self, rows: list[Row]) -> list[EncodedRow]:
         return [self._encoded(row) for row in rows]
 
     def _encoded(self, row: Row) -> EncodedRow:
         if self.side is None:
-            tokens, loss, size = self._encode(conversation(row))
-            if not any(loss):
+            encoded = self._encode(conversation(row))
+            if encoded.loss is not None and not any(encoded.loss):
                 raise UsageError("a conversation without an assistant's turn has nothing to train on")
-            return EncodedRow(tokens, size, loss)
+            return encoded
         chosen, rejected = pair(row)
         if chosen == rejected:
             raise UsageError("the chosen and the rejected conversation are the same: nothing is preferred")
         sides = (chosen, rejected) if self.side == "chosen" else (rejected, chosen)
-        (tokens, loss, size), (other, _, _) = map(self._encode, sides)
-        shared = next((i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), len(tokens))
-        return EncodedRow(tokens, size, [trained and i >= shared for i, trained in enumerate(loss)])
+        mine, other = map(self._encode, sides)
+        pairs = enumerate(zip(mine.tokens, other.tokens, strict=False))
+        shared = next((i for i, (a, b) in pairs if a != b), len(mine.tokens))
+        assert mine.loss is not None  # `_encode` says it
+        return replace(mine, loss=[trained and i >= shared for i, trained in enumerate(mine.loss)])
 
-    def _encode(self, messages: Messages) -> tuple[list[int], list[bool], int]:
-        """Tokens, whether each is trained on, and the bytes of the texts."""
+    def _encode(self, messages: Messages) -> EncodedRow:
+        """Tokens, whether each is trained on, the bytes of the texts, and images."""
         tokenizer = cached_tokenizer(self.folder)
-        size = sum(len(str(message["content"]).encode()) for message in messages)
+        size = sum(len(content_text(message["content"]).encode()) for message in messages)
         if self.format == "plain":
-            return *_plain(tokenizer, messages), size
+            tokens, loss = _plain(tokenizer, messages)
+            return EncodedRow(tokens, size, loss)
         encoded = encode_chat(tokenizer, messages, add_generation_prompt=False)
-        return encoded.tokens, encoded.loss_mask, size
+        return EncodedRow(encoded.tokens, size, encoded.loss_mask, encoded.images)
 
 
 def encoders_of(kind: str, folder: Path, format: Format | None, text_key: str | None) -> dict[str, Encoder]:

@@ -4,6 +4,8 @@ A folder with
     tokens.bin   all tokens, end to end (uint16 where the vocabulary fits, else uint32; little endian)
     ends.bin     where each document ends in it (int64)
     loss.bin     whether each token is trained on (one byte each), for data with prompts and answers
+    images.bin   of each image its first token, height, width and place in pixels.bin (int64), for data with images
+    pixels.bin   the pixels of all images, end to end (uint8)
     ledger.json  the tokenizer and recipe, the shards with their documents, tokens and bytes; written last
 """
 
@@ -17,12 +19,14 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import TypeAdapter
 
+from palestra.data.media import Image
 from palestra.data.readers import Shard
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.store import read_json, write_json
 
 FORMAT = 1
 LEDGER, TOKENS, ENDS, LOSS = "ledger.json", "tokens.bin", "ends.bin", "loss.bin"
+IMAGES, PIXELS = "images.bin", "pixels.bin"
 PARTS = "parts"  # while the store is built: the same files of each shard
 END, FLAG = np.dtype("<i8"), np.dtype("?")  # on disk
 
@@ -64,6 +68,11 @@ class Ledger:
     finished: bool = False
     shards: tuple[ShardRecord, ...] = ()
     """In the order of their documents; empty until it is finished."""
+
+    @property
+    def sees(self) -> bool:
+        """Whether documents may have images."""
+        return "pixels" in self.recipe
 
     @classmethod
     def read(cls, folder: Path) -> "Ledger | None":
@@ -115,6 +124,12 @@ class TokenStore:
         """(documents)"""
         self.loss = _mapped(folder / LOSS, FLAG, self.num_tokens) if ledger.masked else None
         """(tokens), None where all are trained on"""
+        self.images: np.ndarray | None = None
+        """(images, 4): first token, height, width, place in the pixels; None where there can be none."""
+        if ledger.sees:
+            count = (folder / IMAGES).stat().st_size // (4 * END.itemsize) if (folder / IMAGES).exists() else 0
+            self.images = _mapped(folder / IMAGES, END, 4 * count).reshape(-1, 4)
+            self.pixels = _mapped(folder / PIXELS, np.dtype(np.uint8), _pixels_end(self.images))
 
     @classmethod
     def open(cls, folder: Path | str) -> "TokenStore":
@@ -162,6 +177,8 @@ def _mapped(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
             f"{path} has {size} bytes and should have {length * dtype.itemsize}: it was truncated or changed; "
             "copy the store again, or remove it and build it"
         )
+    if not length:  # an empty file cannot be mapped
+        return np.zeros(0, dtype)
     # A plain array over the map: slices of the subclass cost three times as much.
     return np.memmap(path, dtype, mode="r", shape=(length,)).view(np.ndarray)
 
@@ -176,6 +193,8 @@ class Example:
     """(S) int64, the lengths of the pieces of documents in it; they add up to T. Attention may stay inside them."""
     loss: np.ndarray | None = None
     """(T) bool, which tokens are trained on; None where all are."""
+    images: tuple[Image, ...] = ()
+    """Their places are counted from its first token."""
 
 
 class Windows:
@@ -231,7 +250,21 @@ class Documents:
 
 def _example(store: TokenStore, start: int, stop: int, segments: np.ndarray) -> Example:
     loss = None if store.loss is None else np.array(store.loss[start:stop])
-    return Example(store.tokens[start:stop].astype(np.int32), segments, loss)
+    images: tuple[Image, ...] = ()
+    if store.images is not None:
+        first, last = np.searchsorted(store.images[:, 0], (start, stop))
+        images = tuple(_image(store, row, start) for row in store.images[first:last].tolist())
+    return Example(store.tokens[start:stop].astype(np.int32), segments, loss, images)
+
+
+def _image(store: TokenStore, row: list[int], start: int) -> Image:
+    token, height, width, at = row
+    pixels = store.pixels[at : at + height * width * 3].reshape(height, width, 3)
+    return Image(pixels, token - start)
+
+
+def _pixels_end(images: np.ndarray) -> int:
+    return int(images[-1, 3] + 3 * images[-1, 1] * images[-1, 2]) if len(images) else 0
 
 
 Bin = tuple[int, int, int, list[int]]  # −sum, −count and an index of its own (both break ties of sums), indices

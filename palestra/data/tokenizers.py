@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from palestra.data.media import PAD, PREPROCESSOR, VISION_TOKENS, PixelLimits
 from palestra.data.tokenizer_files import (
     GPT4_SHORT_DIGITS,
     added_token,
@@ -93,6 +94,15 @@ CHATML = (
 )
 
 
+# The same for images between texts, with the tokens that Qwen2.5-VL has around and in place of one.
+VISION_CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
 class Tokenizer:
     """A Hugging Face tokenizer and what a model needs to know of it.
 
@@ -132,12 +142,17 @@ class Tokenizer:
         self._pieces = _Pieces(self._spelled)
         self.bos, self.eos, self.pad = (self._named(name) for name in ("bos_token", "eos_token", "pad_token"))
         """The ids that begin a text, end one and fill up a batch, where the tokenizer has them."""
+        self.pixels: PixelLimits | None = None
+        """How large images are, where the model reads any."""
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
         """Read tokenizer.json, or a vocabulary with merges, and the configs and the chat template next to it."""
         document, config, template = read_folder(Path(folder))
-        return cls(document, config, name=Path(folder).resolve().name, chat_template=template)
+        tokenizer = cls(document, config, name=Path(folder).resolve().name, chat_template=template)
+        if (about := Path(folder) / PREPROCESSOR).exists():
+            tokenizer.pixels = PixelLimits.of(json.loads(about.read_text(encoding="utf-8")), str(about))
+        return tokenizer
 
     def save(self, folder: Path) -> None:
         """Write a folder that `load` and transformers' AutoTokenizer read to the same ids."""
@@ -152,12 +167,33 @@ class Tokenizer:
         # A template in its own file goes before the one in the config, here and in transformers.
         if self.chat_template is not None and self.chat_template != template_in(self.config):
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+        if self.pixels is not None:
+            (folder / PREPROCESSOR).write_text(json.dumps(self.pixels.config(), indent=2) + "\n", encoding="utf-8")
 
     def with_chat_template(self, template: str) -> "Tokenizer":
         """The same tokenizer with another chat template."""
         twin = copy.copy(self)
         twin.chat_template = template
         return twin
+
+    def with_images(self, pixels: PixelLimits) -> "Tokenizer":
+        """The same tokenizer for a model that reads images of that size."""
+        if missing := [token for token in VISION_TOKENS if token not in self._secret]:
+            raise UsageError(f"the tokenizer {self.name} lacks special tokens for images: {', '.join(missing)}")
+        twin = copy.copy(self)
+        twin.pixels = pixels
+        return twin
+
+    @cached_property
+    def vision_ids(self) -> list[int]:
+        """The ids of `VISION_TOKENS`, of a tokenizer for images."""
+        ids = {content: id for id, content in self._added.items()}
+        return [ids[token] for token in VISION_TOKENS]
+
+    @property
+    def image_pad(self) -> int | None:
+        """The token that stands for an image, where the model reads any."""
+        return None if self.pixels is None else self.vision_ids[1]
 
     @cached_property
     def beginning(self) -> tuple[int, ...]:
@@ -344,19 +380,19 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, special_tokens: Sequence
     return _made(backend, special_tokens, f"bpe-{backend.get_vocab_size()}")
 
 
-def character_tokenizer(texts: str | Iterable[str]) -> Tokenizer:
+def character_tokenizer(texts: str | Iterable[str], special_tokens: Sequence[str] = SPECIAL_TOKENS) -> Tokenizer:
     """One id for each character that occurs in the texts, sorted, then the special tokens.
 
     A character that it was not made with is an error that names it.
     """
     alphabet = sorted(set(chain.from_iterable(texts)))
-    vocabulary = {token: number for number, token in enumerate([*alphabet, *SPECIAL_TOKENS])}
+    vocabulary = {token: number for number, token in enumerate([*alphabet, *special_tokens])}
     # No token stands for the unknown: the library then refuses a character it does not know.
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="\ue000no such token"))
     backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(list(SPECIAL_TOKENS))
-    return _made(backend, SPECIAL_TOKENS, f"characters-{len(alphabet)}")
+    backend.add_special_tokens(list(special_tokens))
+    return _made(backend, special_tokens, f"characters-{len(alphabet)}")
 
 
 def _made(backend: tokenizers.Tokenizer, special_tokens: Sequence[str], name: str) -> Tokenizer:
@@ -368,7 +404,7 @@ def _made(backend: tokenizers.Tokenizer, special_tokens: Sequence[str], name: st
         "clean_up_tokenization_spaces": False,
     }
     if {"<|im_start|>", "<|im_end|>"}.issubset(special_tokens):
-        config["chat_template"] = CHATML
+        config["chat_template"] = VISION_CHATML if PAD in special_tokens else CHATML
     document = with_declared_tokens(json.loads(backend.to_str()), config, name)
     return Tokenizer(document, config, name=name, chat_template=template_in(config))
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from palestra.data.media import Image
 from palestra.data.mixture import stream_key
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
@@ -26,7 +27,7 @@ from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import DrivenGenerator, Generator, Sampling, StopReason
 from palestra.lm.model import Transformer
-from palestra.rollout.episode import Episode, Verify, Workflow, encode_problem
+from palestra.rollout.episode import Episode, Verify, Workflow, encode_media
 from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.workflows import make_workflow, single_turn
 from palestra.spec.kinds.evaluate import AnswerEval
@@ -62,6 +63,7 @@ class EvalProblem:
 
     problem: Problem
     prompt: tuple[int, ...]
+    media: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class EvalTask:
         digest = hashlib.sha256()
         for question in self.questions:
             digest.update(f"{question.problem.id} {question.prompt}\n".encode())
+            for image in question.media:
+                digest.update(image.digest)
         return {
             "task": self.use.task,
             "split": self.use.split,
@@ -116,7 +120,7 @@ def ask(uses: Sequence[TaskUse], tasks: Mapping[str, Task], tokenizer: Tokenizer
         chosen = [split[index] for index in range(min(problems, len(split)))]
         if twice := [id for id, count in Counter(problem.id for problem in chosen).items() if count > 1]:
             raise UsageError(f"{use.label}: {len(twice)} ids are shared by several problems, such as {twice[0]}")
-        questions = tuple(EvalProblem(problem, encode_problem(problem, tokenizer)) for problem in chosen)
+        questions = tuple(EvalProblem(problem, *encode_media(problem, tokenizer)) for problem in chosen)
         asked.append(EvalTask(use, task.stops, task.args.model_dump(mode="json"), questions, len(split)))
     return asked
 
@@ -197,6 +201,7 @@ async def evaluate_tasks(
                 verify=judge,
                 tokenizer=tokenizer,
                 context=context,
+                media=question.media,
             )
             record = await _answered(episode, questions.label, mode, workflow, versions)
             records[record.key] = record

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from palestra.data.media import data_url, placed
 from palestra.errors import MissingExtra, PalestraError, UsageError
 from palestra.generate.engine.request import (
     LONGEST_STOP,
@@ -87,6 +88,15 @@ class SamplingBody(StrictBody):
     guide: GuideBody | None = None
 
 
+class ImageBody(StrictBody):
+    """An image among the tokens of a prompt."""
+
+    start: Annotated[int, Field(ge=0, lt=2**31)]
+    """Where its first token lies."""
+    url: str
+    """A data URL, of an image that has the size it is read in."""
+
+
 class GenerateBody(StrictBody):
     """`Request` as JSON, and whether to stream."""
 
@@ -95,17 +105,20 @@ class GenerateBody(StrictBody):
     n: Samples = 1
     id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: bool = False
+    media: list[ImageBody] = []
 
     def request(self) -> Request:
         """The request it describes; without an id it gets one, so that it can be ended."""
+        media = tuple(placed(image.url, image.start) for image in self.media)
         guide = None if self.sampling.guide is None else self.sampling.guide.guide()
         values: dict[str, Any] = {**dict(self.sampling), "guide": guide}
-        return Request(tuple(self.prompt), Sampling(**values), self.n, self.id or uuid.uuid4().hex)
+        return Request(tuple(self.prompt), Sampling(**values), self.n, self.id or uuid.uuid4().hex, media)
 
 
 def request_json(request: Request, *, stream: bool) -> dict[str, Any]:
     """The body of `POST /generate`; with an id, so that the server knows what to end."""
     named = {**vars(request), "id": request.id or uuid.uuid4().hex}
+    named["media"] = [{"start": image.start, "url": data_url(image.pixels)} for image in request.media]
     return {**named, "sampling": asdict(request.sampling), "stream": stream}
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from palestra.data.media import Image
 from palestra.errors import UsageError
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class Request:
     """How many generations; the prompt is computed once for all of them."""
     id: str | None = None
     """For `abort`; null lets the generator choose."""
+    media: tuple[Image, ...] = ()
+    """The images that its tokens of images stand for, in order."""
 
 
 class StopReason(StrEnum):

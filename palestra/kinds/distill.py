@@ -39,6 +39,8 @@ def run(spec: DistillSpec, launch: Launch) -> Run:
     folder = None if spec.teacher.init is None else models.pinned_model(spec.teacher.init, launch, TEACHER)
 
     def check(start: Start) -> None:
+        if start.shape.vision is not None:
+            raise UsageError("model.init: it reads images, and distillation trains on text alone: use kind posttrain")
         if folder is not None:
             check_teacher(folder, start.tokenizer)
             models.keep_start(str(folder))

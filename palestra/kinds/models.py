@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from palestra.data.chat import end_of_turn
+from palestra.data.media import PixelLimits
 from palestra.data.mixture import stream_key
 from palestra.data.sources import model_folder
 from palestra.data.tokenizers import Tokenizer
@@ -177,7 +178,8 @@ def start_of(spec: LmSpec, root: Path) -> Start:
         return start
     assert wanted.shape is not None  # ModelSpec.problems
     assert wanted.tokenizer is not None
-    folder = made_tokenizer(wanted.tokenizer, spec.data, wanted.chat_template, pairs=spec.kind == "reward_model")
+    pairs, images = spec.kind == "reward_model", wanted.shape.vision is not None
+    folder = made_tokenizer(wanted.tokenizer, spec.data, wanted.chat_template, pairs=pairs, images=images)
     return _start(wanted, wanted.shape, folder, (), None, {}, writes_chat(spec))
 
 
@@ -210,6 +212,14 @@ def _start(
     if model.chat_template is not None:
         tokenizer = tokenizer.with_chat_template(model.chat_template)
         tokenizer_folder = kept_tokenizer(tokenizer)
+    if shape.vision is not None:
+        if tokenizer.pixels is None:
+            tokenizer = tokenizer.with_images(PixelLimits())
+            tokenizer_folder = kept_tokenizer(tokenizer)
+        if shape.vision.tokens is None:
+            shape = shape.model_copy(
+                update={"vision": shape.vision.model_copy(update={"tokens": tokenizer.vision_ids})}
+            )
     vocab = shape.vocab or -(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if vocab < tokenizer.vocab_size:
         whose = "model.shape.vocab:" if model.init is None else f"model.init: {model.init} has embeddings for"

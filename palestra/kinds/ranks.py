@@ -60,6 +60,8 @@ def apart(cluster: ClusterSpec, device: torch.device) -> list[Ask]:
 
 def check_split(spec: LanguageModelSpec, shape: Shape) -> None:
     """Refuse a model that `parallel` cannot split, before anything starts."""
+    if shape.vision is not None and spec.processes > 1:
+        raise UsageError("parallel: a model with a vision tower is trained by one process: leave `parallel` out")
     for path, reason in spec.parallel.problems(shape, lora=spec.model.lora is not None):
         raise UsageError(f"parallel.{'.'.join(map(str, path))}: {reason}")
 

@@ -55,8 +55,9 @@ def serve(
     device: str = "auto",
     name: str | None = None,
     context: int | None = None,
-    max_body: int = 4 * 2**20,
+    max_body: int | None = None,
     sessions: Path | None = None,
+    image_urls: bool = False,
     **settings: Any,
 ) -> None:
     """Serve a model until SIGINT or SIGTERM; `settings` are those of `serve_engine`.
@@ -68,6 +69,9 @@ def serve(
 
     engine = open_engine(ref, dtype=dtype, device=device, root=root, context=context)
     if sessions is not None:
+        if image_urls:
+            raise UsageError("--image-urls: sessions of agents take images as data URLs alone")
         serve_sessions(engine, Path(sessions), name=name or Path(str(ref)).name, max_body_bytes=max_body, **settings)
         return
-    serve_engine(engine, name=name or Path(str(ref)).name, max_body_bytes=max_body, **settings)
+    shown = name or Path(str(ref)).name
+    serve_engine(engine, name=shown, max_body_bytes=max_body, image_urls=image_urls, **settings)

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from palestra.data.media import Image, rope_positions
 from palestra.lm import native
 from palestra.lm.attention import PackedAttention, Shared, TreeAttention, shared, spread
 from palestra.lm.head import token_logprobs
 from palestra.lm.layers import sent
 from palestra.lm.model import Attend, ModelOutput, Transformer
+from palestra.lm.vision import Seen
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Batch:
     """Further arrays (T), such as advantages."""
     per_sequence: dict[str, Tensor] = field(default_factory=dict)
     """Further arrays (B), such as rewards."""
+    images: tuple[tuple[Image, ...], ...] = ()
+    """Of each of the B sequences; empty where none has any. Their places are counted in their sequences."""
     predicted: Tensor = field(init=False, repr=False, compare=False)
     """Which tokens have a loss weight; kept, because looking for them on a GPU would wait for it."""
 
@@ -42,7 +46,22 @@ class Batch:
     @cached_property
     def shared(self) -> Shared | None:
         """What sequences begin with alike, where that is worth sparing; looked for on the host alone."""
-        return shared(self.tokens.numpy(), self.lengths) if self.tokens.device.type == "cpu" else None
+        return shared(self._keys, self.lengths) if self.tokens.device.type == "cpu" else None
+
+    @property
+    def _keys(self) -> np.ndarray:
+        """The tokens, with another number for each image in place of its own: tokens of all images are alike."""
+        keys, numbers = self.tokens.numpy(), {}
+        for start, image in self.pictures:
+            keys = keys.copy() if not numbers else keys
+            keys[start : start + image.tokens] = -1 - numbers.setdefault(image.digest, len(numbers))
+        return keys
+
+    @property
+    def pictures(self) -> list[tuple[int, Image]]:
+        """All images, with their places in the batch."""
+        starts = np.cumsum([0, *self.lengths]).tolist()
+        return [(starts[row] + image.start, image) for row, images in enumerate(self.images) for image in images]
 
     @classmethod
     def pack(
@@ -51,6 +70,7 @@ class Batch:
         loss_masks: Sequence[Sequence[float] | np.ndarray] | None = None,
         per_token: Mapping[str, Sequence[Sequence[float] | np.ndarray]] | None = None,
         per_sequence: Mapping[str, Sequence[float]] | None = None,
+        images: Sequence[Sequence[Image]] = (),
     ) -> "Batch":
         """Concatenate sequences; without masks every token has weight 1."""
         lengths = [len(s) for s in sequences]
@@ -61,6 +81,7 @@ class Batch:
             mask,
             {name: _row(values, lengths) for name, values in (per_token or {}).items()},
             per_sequence,
+            images,
         )
 
     @classmethod
@@ -71,6 +92,7 @@ class Batch:
         loss_mask: np.ndarray,
         per_token: Mapping[str, np.ndarray] | None = None,
         per_sequence: Mapping[str, Sequence[float] | np.ndarray] | None = None,
+        images: Sequence[Sequence[Image]] = (),
     ) -> "Batch":
         """The same from arrays in which the sequences are concatenated already."""
         if min(lengths, default=0) < 1:
@@ -87,6 +109,7 @@ class Batch:
             mask,
             dict(zip(per_token or {}, others, strict=True)),
             {name: _column(values, len(lengths)) for name, values in (per_sequence or {}).items()},
+            tuple(map(tuple, images)) if any(images) else (),
         )
 
     def __len__(self) -> int:
@@ -99,8 +122,12 @@ class Batch:
 
     @property
     def positions(self) -> Tensor:
-        """(T): each token's place in its sequence."""
-        places = np.concatenate([np.arange(n) for n in self.lengths])
+        """(T): each token's place in its sequence; (3, T) where there are images, in time, height and width."""
+        if self.images:
+            pairs = zip(self.lengths, self.images, strict=True)
+            places = np.concatenate([rope_positions(n, images) for n, images in pairs], axis=1)
+        else:
+            places = np.concatenate([np.arange(n) for n in self.lengths])
         return sent(torch.from_numpy(places), self.tokens.device)
 
     @property
@@ -134,6 +161,7 @@ class Batch:
             self.loss_mask[index],
             {name: t[index] for name, t in self.per_token.items()},
             {name: t[rows] for name, t in self.per_sequence.items()},
+            tuple(self.images[i] for i in sequences) if any(self.images[i] for i in sequences if self.images) else (),
         )
 
     def group_sizes(self, group: int) -> list[int]:
@@ -175,12 +203,12 @@ def read_states(model: Transformer, batch: Batch, asked: Tensor) -> Tensor:
     """
     if model.layout is not None or not native.available(batch.tokens.new_empty(1, dtype=model.dtype)):
         return forward(model, batch).hidden[asked]
-    shared, tokens, positions = _inputs(model, batch)
+    shared, tokens, positions, seen = _inputs(model, batch)
     wanted, back = (asked if shared is None else shared.place[asked]).unique(return_inverse=True)
     attend = TreeAttention(batch.lengths, shared, wanted, len(model.layers) - 1)
     if model.shape.moe is not None:  # its routers count all tokens
         return model(tokens, positions, attend).hidden[asked]
-    return model(tokens, positions, attend, wanted).hidden[back]
+    return model(tokens, positions, attend, wanted, seen).hidden[back]
 
 
 def forward(model: Transformer, batch: Batch) -> ModelOutput:
@@ -223,19 +251,41 @@ def _computed(model: Transformer, batch: Batch) -> tuple[ModelOutput, Shared | N
 def run_layers(model: Transformer, batch: Batch) -> ModelOutput:
     """The output for the tokens that are computed; where they are spread over ranks, for this rank's."""
     layout, count = model.layout, computed(model, batch)
-    shared, tokens, positions = _inputs(model, batch)
+    shared, tokens, positions, seen = _inputs(model, batch)
     attend: Attend = PackedAttention(batch.cu_seqlens, batch.lengths, shared)
     if layout is not None:
         attend, tokens, positions = layout.attend(attend, count), layout.own(tokens), layout.own(positions)
-    return model(tokens, positions, attend)
+    return model(tokens, positions, attend, seen=seen)
 
 
-def _inputs(model: Transformer, batch: Batch) -> tuple[Shared | None, Tensor, Tensor]:
-    """The tokens that are computed, and their positions."""
-    shared = _shared(model, batch)
+def _inputs(model: Transformer, batch: Batch) -> tuple[Shared | None, Tensor, Tensor, Seen | None]:
+    """The tokens that are computed, their positions, and the images among them."""
+    shared, seen = _shared(model, batch), _seen(batch)
     if shared is None:
-        return None, batch.tokens, batch.positions
-    return shared, batch.tokens[shared.first], batch.positions[shared.first]
+        return None, batch.tokens, batch.positions, seen
+    if seen is not None:
+        places = shared.place[seen.places]
+        own = shared.first[places] == seen.places  # once, where one token stands for several: gradients are added
+        seen = Seen(seen.images, places[own], seen.rows[own])
+    return shared, batch.tokens[shared.first], batch.positions[..., shared.first], seen
+
+
+def _seen(batch: Batch) -> Seen | None:
+    """The images of a batch, each once: completions of one prompt see the same."""
+    pictures = batch.pictures
+    if not pictures:
+        return None
+    unique: dict[bytes, tuple[Image, int]] = {}
+    rows, count = [], 0
+    for _, image in pictures:
+        if image.digest not in unique:
+            unique[image.digest] = image, count
+            count += image.tokens
+        first = unique[image.digest][1]
+        rows.append(np.arange(first, first + image.tokens))
+    places = np.concatenate([np.arange(start, start + image.tokens) for start, image in pictures])
+    both = sent(torch.from_numpy(np.stack([places, np.concatenate(rows)])), batch.tokens.device)
+    return Seen([image for image, _ in unique.values()], both[0], both[1])
 
 
 def computed(model: Transformer, batch: Batch) -> int:

@@ -14,12 +14,13 @@ import numpy as np
 
 from palestra.data.cache import cache_root
 from palestra.data.encoders import ChatEncoder, Encoder, TextEncoder, cached_tokenizer, conversation, pair
+from palestra.data.media import VISION_TOKENS, is_image
 from palestra.data.mixture import Dataset, Mixture, Stages, permute, stream_key
 from palestra.data.readers import COMPRESSED, FORMATS, Shard, numbered_rows, read_rows, shards
 from palestra.data.sources import resolve
 from palestra.data.steps.tokenize import build_store
 from palestra.data.store import LEDGER, Documents, Example, Ledger, TokenStore, Windows
-from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
+from palestra.data.tokenizers import SPECIAL_TOKENS, Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError
 from palestra.lm.hf import written_whole
 from palestra.spec.kinds.lm import ChatData, PretrainData
@@ -98,7 +99,7 @@ def _cut(store: TokenStore, data: ChatData) -> Documents:
 def _usable(stores: Sequence[TokenStore], data: ChatData) -> np.ndarray:
     """The rows of which something is trained on and, where long ones are dropped, that are short enough."""
     usable = np.any([_trained(store, data.context) for store in stores], axis=0)
-    if data.over_long == "drop":
+    if data.over_long == "drop" or any(store.images is not None for store in stores):  # an image cannot be truncated
         usable &= np.max([np.diff(store.ends, prepend=0) for store in stores], axis=0) <= data.context
     return np.flatnonzero(usable)
 
@@ -173,10 +174,12 @@ def mixture_of(sources: Data[Item], data: LmData, *, batch: int, steps: int, see
     return mixture
 
 
-def made_tokenizer(wanted: str | BpeSpec, data: LmData, template: str | None, *, pairs: bool = False) -> Path:
+def made_tokenizer(
+    wanted: str | BpeSpec, data: LmData, template: str | None, *, pairs: bool = False, images: bool = False
+) -> Path:
     """The folder of a tokenizer: one that exists, or one made of the training texts and kept in the cache.
 
-    `pairs` says that rows are preference pairs, not conversations.
+    `pairs` says that rows are preference pairs, not conversations; `images`, that it needs tokens for those.
     """
     if isinstance(wanted, str) and wanted != "characters":
         return resolve(wanted, kind="model", allow=("*.json", "*.jinja", "*.txt", "*.model"))
@@ -184,19 +187,22 @@ def made_tokenizer(wanted: str | BpeSpec, data: LmData, template: str | None, *,
     files = [(_shards(source), source.key if isinstance(source, TextSource) else None) for source in sources]
     # What a chat template writes around the texts has to have tokens too.
     around = [] if isinstance(data, PretrainData) else ["system\nuser\nassistant\n", template or ""]
-    identity = [repr(wanted), around, pairs, [[key, *map(str, paths)] for paths, key in files]]
+    identity = [repr(wanted), around, pairs, [[key, *map(str, paths)] for paths, key in files], *["images"] * images]
+    special = (*SPECIAL_TOKENS, *(VISION_TOKENS if images else ()))
     folder = cache_root() / "tokenizers" / _digest(identity)
     if not folder.exists():
         parts = (_messages(paths, pairs=pairs) if key is None else _texts(paths, key) for paths, key in files)
         texts = chain(around, chain.from_iterable(parts))
-        made = train_bpe(texts, wanted.bpe) if isinstance(wanted, BpeSpec) else character_tokenizer(texts)
+        bpe = isinstance(wanted, BpeSpec)
+        made = train_bpe(texts, wanted.bpe, special_tokens=special) if bpe else character_tokenizer(texts, special)
         _save_whole(made, folder)
     return folder
 
 
 def kept_tokenizer(tokenizer: Tokenizer) -> Path:
     """A folder in the cache with that tokenizer, chat template included."""
-    folder = cache_root() / "tokenizers" / _digest([tokenizer.fingerprint, tokenizer.chat_template])
+    limits = [] if tokenizer.pixels is None else [tokenizer.pixels.config()]
+    folder = cache_root() / "tokenizers" / _digest([tokenizer.fingerprint, tokenizer.chat_template, *limits])
     if not folder.exists():
         _save_whole(tokenizer, folder)
     return folder
@@ -323,6 +329,8 @@ def _strings(value: Any) -> Iterator[str]:
     """All texts inside a row: a conversation has them at several places."""
     if isinstance(value, str):
         yield value
+    elif is_image(value):
+        return
     elif isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from _strings(part)

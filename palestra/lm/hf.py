@@ -20,9 +20,11 @@ from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.lm import hf_config, mxfp4
 from palestra.lm.hf_families import FAMILIES, KEPT, Family
+from palestra.lm.hf_vision import vision_names
 from palestra.lm.layers import MLP, Linear
 from palestra.lm.model import Block, Transformer
 from palestra.lm.moe import MoE
+from palestra.lm.vision import FORM, VisionBlock
 from palestra.runs.store import read_json, sync_folder, write_json
 from palestra.spec.shape import Shape
 
@@ -198,10 +200,13 @@ class Slot:
     ours: str
     index: tuple[int | slice, ...] = ()
     transposed: bool = False
+    form: tuple[int, ...] = ()
+    """What the last dimension is there, where it is several."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part of one of the model's tensors, as it is stored."""
         part = tensor[self.index]
+        part = part.unflatten(-1, self.form) if self.form else part
         return part.mT if self.transposed else part
 
 
@@ -333,6 +338,12 @@ def slots(shape: Shape, family: Family | None) -> list[Slot]:
         places += _layer_slots(f"model.layers.{layer}", f"layers.{layer}", block, shape, family)
     places += _norm_slots("model.norm", "norm", shape)
     places += [] if shape.tied else [Slot("lm_head.weight", "head")]
+    if model.vision is not None:
+        places.append(Slot("visual.patch_embed.proj.weight", "vision.patches.weight", form=FORM))
+        places += [Slot(*names) for names in vision_names(model.vision.spec)]
+        for layer, block in enumerate(model.vision.blocks):
+            assert isinstance(block, VisionBlock)
+            places += _parts(f"visual.blocks.{layer}.mlp", f"vision.blocks.{layer}.mlp.gate_up", block.mlp.gate_up)
     return [replace(slot, theirs=_renamed(slot.theirs, family.names)) for slot in places]
 
 

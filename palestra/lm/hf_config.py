@@ -20,6 +20,7 @@ from palestra.lm.hf_families import (
     Experts,
     Family,
 )
+from palestra.lm.hf_vision import language_part, read_vision, written_vision
 from palestra.runs.store import read_json
 from palestra.spec.renames import translated
 from palestra.spec.shape import MoESpec, RopeScaling, Shape
@@ -91,6 +92,8 @@ def write_config(shape: Shape, family: Family) -> dict[str, Any]:
         config["n_inner"] = None if shape.mlp == 4 * shape.width else shape.mlp
     if "positions" not in family.always:
         config |= _written_ropes(shape, family)
+    if family.vision and shape.vision is not None:
+        config |= written_vision(shape.vision, shape)
     if family.window == "types":
         config["sliding_window"] = shape.window or shape.context  # transformers wants one even where no layer has it
     if "rope_local_base_freq" in family.defaults:
@@ -241,6 +244,7 @@ def _read(config: Mapping[str, Any], family: Family | None) -> tuple[Shape | Non
 
 
 def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None, list[str]]:
+    whole, config = config, language_part(config) if family.vision else config
     keys = _Keys(config, {**DEFAULTS, **family.defaults})
     for key, only in {**FIXED, **ACTIVATIONS[family.always.get("activation")], **family.fixed}.items():
         keys.expect(key, only)
@@ -272,6 +276,7 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
         else:
             fields["window"], fields["window_from"] = _read_window(keys, family, fields["layers"])
         fields["moe"] = None if family.experts is None else _read_experts(keys, family.experts)
+        fields["vision"] = read_vision(whole, fields["width"], keys.problems) if family.vision else None
         keys.refuse_rest(HARMLESS | family.harmless)
     if keys.problems:
         return None, keys.problems

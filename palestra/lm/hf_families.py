@@ -73,6 +73,8 @@ class Family:
     """What names of tensors begin with that some checkpoints leave out."""
     transposed: bool = False
     """Whether matrices of layers are stored by their inputs."""
+    vision: bool = False
+    """Whether it has a vision tower, whose keys and tensors are those of `hf_vision`."""
 
     @property
     def architecture(self) -> str:
@@ -138,6 +140,9 @@ _ROWS = (
                      "rms_norm_eps": 1e-5, "rope_theta": 1.5e5, "rope_parameters": _YARN},
            fixed={"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
            harmless=frozenset({"experts_per_token", "initial_context_length"})),
+    Family("qwen2_5_vl", "Qwen2_5_VL", "ForConditionalGeneration", attention_bias=True, window="layers", vision=True,
+           classifies=False, defaults={"num_key_value_heads": 8, "sliding_window": 4096, "max_window_layers": 80,
+                                       "rms_norm_eps": 1e-5, "rope_theta": 1e6}),
     Family("gpt2", "GPT2", "LMHeadModel", always=_GPT2, heads="fill", fused=True, transposed=True,
            keys={"hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
                  "num_attention_heads": "n_head", "max_position_embeddings": "n_positions",
@@ -194,7 +199,7 @@ KEPT = frozenset({
     "attention_dropout", "attn_pdrop", "bos_token_id", "embd_pdrop", "initializer_range", "is_llama_config",
     "max_sequence_length", "output_router_logits", "pad_token_id", "pretraining_tp", "resid_pdrop",
     "router_aux_loss_coef", "router_jitter_noise",
-    "tokenizer_class", "transformers.js_config", "use_cache",
+    "tokenizer_class", "transformers.js_config", "use_cache", "video_token_id", "vision_token_id",
 })
 """Keys on which the model's output does not depend (what training used, notes); a config written anew keeps them."""
 HARMLESS = KEPT | {

@@ -91,7 +91,8 @@ def add_lora(model: Transformer, spec: LoraSpec, generator: torch.Generator) -> 
     """
     if adapted(model):
         raise UsageError("the model has LoRA adapters already: merge them into its weights before adding others")
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    every = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    linears = {name: module for name, module in every.items() if not name.startswith("vision.")}  # the tower is frozen
     parts = {part for linear in linears.values() for part in linear.parts}
     absent = [target for target in spec.targets if target not in {"all", *parts}]
     if absent:

@@ -1,6 +1,6 @@
 """The transformer. Training and generation run these modules; only what `attend` does differs between them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from palestra.data.media import Image
+from palestra.errors import UsageError
 from palestra.lm import native
 from palestra.lm.layers import (
     MLP,
@@ -23,6 +25,7 @@ from palestra.lm.layers import (
     swiglu,
 )
 from palestra.lm.moe import MoE
+from palestra.lm.vision import Seen, VisionTower
 from palestra.spec.shape import Shape
 
 
@@ -171,6 +174,7 @@ class Transformer(nn.Module):
         """What fills it once it is split over ranks, where it has no memory before."""
         self.embed = nn.Parameter(torch.empty(shape.vocab, shape.width))
         self.positions = nn.Parameter(torch.empty(shape.context, shape.width)) if shape.positions else None
+        self.vision = None if shape.vision is None else VisionTower(shape.vision, shape.width)
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = norm_of(shape, shape.width)
         self.head = None if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width))
@@ -181,13 +185,24 @@ class Transformer(nn.Module):
         """The matrix (V, D) whose rows score the next token."""
         return self.embed if self.head is None else self.head
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> ModelOutput:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        wanted: Tensor | None = None,
+        seen: Seen | Callable[[Tensor], Tensor] | None = None,
+    ) -> ModelOutput:
         """Tokens and their positions in their sequences (T) → hidden states (T, D).
 
-        With `wanted`, numbers of some of the tokens, theirs alone: the last layer then computes no others.
+        With `wanted`, numbers of some of the tokens, theirs alone: the last layer then computes no others. Between
+        images positions are (3, T). What is `seen` stands for tokens of images: images, or a function that puts
+        embeddings that the tower has computed before in their place.
         """
         layers, x, before = self.part or Part(range(len(self.layers)), None, None)
         x = self._embedded(tokens, positions) if x is None else x
+        if seen is not None:
+            x = self._with_images(x, seen) if isinstance(seen, Seen) else seen(x)
         angles = {local: self.rotation(positions, local) for local in {*map(self.shape.local_rope, layers)}}
         if not x.is_cuda:
             angles = {local: doubled(*pair) for local, pair in angles.items()}
@@ -212,17 +227,38 @@ class Transformer(nn.Module):
             return x
         return x * torch.tensor(self.shape.width**0.5, dtype=self.dtype, device="cpu").item()  # rounded, as Gemma's is
 
+    def _with_images(self, x: Tensor, seen: Seen) -> Tensor:
+        """The embeddings with those of images in the place of their tokens'."""
+        return x.index_copy(0, seen.places, self.look(seen.images)[seen.rows])
+
+    def look(self, images: Sequence[Image]) -> Tensor:
+        """The embeddings (M, D) of the tokens of images, end to end."""
+        if self.vision is None:
+            raise UsageError("this model reads text only, and was given an image: use one with a vision tower")
+        return self.vision(images, self.dtype)
+
     def rotation(self, positions: Tensor, local: bool = False) -> tuple[Tensor, Tensor]:
         """Cosines and sines (T, dim / 2) of the positions, in FP32 whatever the model's precision.
 
-        Those of layers with `local_rope_theta`, if `local`.
+        Those of layers with `local_rope_theta`, if `local`. Of positions in time, height and width (3, T) each
+        frequency takes one (M-RoPE).
         """
         shape = self.shape
         if local:
             shape = shape.model_copy(update={"rope_theta": shape.local_rope_theta, "rope_scaling": None})
         inverse, scale = frequencies(shape)
-        angles = positions[:, None].float() * self._on(inverse, positions.device, local)
+        if positions.ndim == 2:
+            positions = positions[self._axes(positions.device)].T
+        else:
+            positions = positions[:, None]
+        angles = positions.float() * self._on(inverse, positions.device, local)
         return angles.cos() * scale, angles.sin() * scale
+
+    def _axes(self, device: torch.device) -> Tensor:
+        """Which of time, height and width each frequency (dim / 2) rotates by."""
+        assert self.shape.vision is not None
+        axes = [axis for axis, count in enumerate(self.shape.vision.sections) for _ in range(count)]
+        return torch.tensor(axes, device=device)
 
     def _on(self, inverse: Tensor, device: torch.device, local: bool) -> Tensor:
         # Not a buffer: `.to(bfloat16)` would round it.

@@ -112,6 +112,8 @@ def pack(examples: Sequence[Example]) -> Batch:
         np.concatenate([example.tokens for example in examples], dtype=np.int64),
         np.concatenate([example.segments for example in examples]).tolist(),
         np.concatenate(losses),
+        # One with images is one document.
+        images=[example.images for example in examples] if any(example.images for example in examples) else (),
     )
 
 

@@ -57,6 +57,7 @@ def pack(groups: Sequence[Group], algorithm: AlgorithmSpec) -> Batch:
             "episode": np.cumsum([t.row == 0 for _, t in every]) - 1,
             "unscored": np.add.reduceat(sampled & ~scored, starts, dtype=np.int64),
         },
+        images=[t.media for _, t in every],
     )
 
 

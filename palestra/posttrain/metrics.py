@@ -164,10 +164,11 @@ def first_samples(episode: Episode, generator: DrivenGenerator) -> Sampled:
     log.info("its tokens: %s", list(prompt))
     room = min(TOKENS, episode.context - len(prompt))
     sampling = Sampling(temperature=episode.sampling.temperature, max_new_tokens=room, seed=episode.seed >> 1)
-    result = pumped(generator, generator.generate(Request(prompt, sampling, n=4)))
+    result = pumped(generator, generator.generate(Request(prompt, sampling, n=4, media=episode.media)))
     batch = Batch.pack(
         [prompt + one.tokens for one in result.generations],
         [[0.0] * len(prompt) + [1.0] * len(one.tokens) for one in result.generations],
+        images=[episode.media] * len(result.generations),
     )
     sampled = torch.tensor([lp for one in result.generations for lp in (0.0,) * len(prompt) + one.logprobs])
     return batch, sampled, sampling.temperature

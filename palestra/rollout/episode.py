@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from palestra.data.chat import encode_chat
+from palestra.data.media import Image
 from palestra.data.mixture import stream_key
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
@@ -37,6 +38,8 @@ class Episode:
     """The most tokens that the model reads."""
     trained: bool = False
     """Whether its trajectories are trained on."""
+    media: tuple[Image, ...] = ()
+    """The images of the prompt; longer prompts that begin with it have them too."""
 
     async def generate(
         self, prompt: tuple[int, ...], *, n: int = 1, turn: int = 0, sample: int = 0
@@ -50,7 +53,7 @@ class Episode:
         limit = min(self.sampling.max_new_tokens, self.context - len(prompt))
         seed = stream_key(self.seed, "turn", turn, sample) >> 1
         sampling = replace(self.sampling, seed=seed, max_new_tokens=limit)
-        return (await self.generator.generate(Request(prompt, sampling, n))).generations
+        return (await self.generator.generate(Request(prompt, sampling, n, media=self.media))).generations
 
     async def verdict(self, generation: Generation, prompt: tuple[int, ...] | None = None) -> Verdict:
         """The verdict on a completion."""
@@ -73,14 +76,23 @@ class Episode:
 
 def encode_problem(problem: Problem, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens of a problem's prompt: plain text, or a conversation in the model's own template."""
+    return encode_media(problem, tokenizer)[0]
+
+
+def encode_media(problem: Problem, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[Image, ...]]:
+    """The same, with the images that are in it."""
     if isinstance(problem.prompt, str):
-        return tuple(tokenizer.encode_prompt(problem.prompt))
+        return tuple(tokenizer.encode_prompt(problem.prompt)), ()
     if tokenizer.chat_template is None:
         raise UsageError(
             f"{problem.id} is a conversation, and the model has no chat template: give it one with "
             "`model.chat_template`, or ask the task for plain text with `args: {format: plain}`"
         )
-    return tuple(encode_chat(tokenizer, problem.prompt, add_generation_prompt=True).tokens)
+    try:
+        encoded = encode_chat(tokenizer, problem.prompt, add_generation_prompt=True)
+    except UsageError as error:
+        raise UsageError(f"{problem.id}: {error}") from error
+    return tuple(encoded.tokens), encoded.images
 
 
 Workflow = Callable[[Episode], Awaitable[list[Trajectory]]]
@@ -106,13 +118,15 @@ class Starter:
     def __call__(self, problem: Problem, number: int, attempt: int) -> Awaitable[list[Trajectory]] | None:
         """The workflow of a problem; None where its prompt is too long."""
         episode = self.episode(problem, number, attempt)
-        return None if len(episode.prompt) > self.max_prompt else self.workflow(episode)
+        return None if len(episode.prompt) > self.max_prompt else _with_media(self.workflow(episode), episode.media)
 
     def episode(self, problem: Problem, number: int, attempt: int = 0) -> Episode:
         """The episode of a problem."""
+        prompt, media = encode_media(problem, self.tokenizer)
         return Episode(
             problem,
-            prompt=encode_problem(problem, self.tokenizer),
+            prompt=prompt,
+            media=media,
             samples=self.samples,
             seed=stream_key(self.seed, "rollout", number, attempt),
             sampling=replace(self.sampling, stop=self.tasks[problem.task].stops),
@@ -122,6 +136,12 @@ class Starter:
             context=self.context,
             trained=True,
         )
+
+
+async def _with_media(work: Awaitable[list[Trajectory]], media: tuple[Image, ...]) -> list[Trajectory]:
+    """Trajectories, which begin with the prompt, with its images, unless a workflow has said which they have."""
+    done = await work
+    return [replace(one, media=media) if media and not one.media else one for one in done]
 
 
 @dataclass(frozen=True)

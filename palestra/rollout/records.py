@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import compress, groupby, islice
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from palestra.data.media import data_url, placed
 from palestra.errors import PalestraError, UsageError
 from palestra.rollout.types import Group, Trajectory
 from palestra.runs.checkpoint import metas
@@ -133,9 +134,10 @@ def _row(record: RolloutRecord) -> dict[str, Any]:
         "version": group.version,
         "asked": group.asked,
         "seconds": group.seconds,
+        **_media_state(group),
         "trajectories": [
             {
-                **vars(trajectory),
+                **_without_media(trajectory),
                 "verdict": vars(trajectory.verdict),
                 "loss_mask": list(map(int, trajectory.loss_mask)),
                 "advantages": _short(trajectory, values),
@@ -292,6 +294,7 @@ def group_state(group: Group) -> dict[str, Any]:
         "version": group.version,
         "asked": group.asked,
         "seconds": group.seconds,
+        **_media_state(group),
         "trajectories": [_trajectory_state(trajectory) for trajectory in group.trajectories],
     }
 
@@ -304,7 +307,7 @@ def load_group(state: dict[str, Any], find: Callable[[str], Problem]) -> Group:
 def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
     verdict = {**vars(trajectory.verdict), "status": str(trajectory.verdict.status)}
     return {
-        **vars(trajectory),
+        **_without_media(trajectory),
         "tokens": np.asarray(trajectory.tokens, np.int32),
         "loss_mask": np.asarray(trajectory.loss_mask, np.bool_),
         "logprobs": np.asarray(trajectory.logprobs, np.float64),
@@ -317,11 +320,25 @@ def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
 
 def _group(state: dict[str, Any], problem: Problem) -> Group:
     """The group of a line of rollouts or of a checkpoint."""
-    trajectories = tuple(_trajectory(row) for row in state["trajectories"])
+    urls = state.get("media", {})
+    trajectories = tuple(_trajectory(row, urls) for row in state["trajectories"])
     return Group(state["number"], problem, state["version"], trajectories, state["asked"], state["seconds"])
 
 
-def _trajectory(state: dict[str, Any]) -> Trajectory:
+def _media_state(group: Group) -> dict[str, Any]:
+    """The images of a group by their digests, each once; nothing where there are none."""
+    images = {image.digest.hex(): image for trajectory in group.trajectories for image in trajectory.media}
+    return {"media": {name: data_url(image.pixels) for name, image in images.items()}} if images else {}
+
+
+def _without_media(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory's fields, with its images as digests and places, where it has any."""
+    fields = {name: value for name, value in vars(trajectory).items() if name != "media"}
+    places = [[image.digest.hex(), image.start] for image in trajectory.media]
+    return fields | ({"media": places} if places else {})
+
+
+def _trajectory(state: dict[str, Any], urls: Mapping[str, str]) -> Trajectory:
     verdict: dict[str, Any] = state["verdict"]
     if not isinstance(verdict, dict):  # that of a checkpoint
         verdict = dict(zip(VERDICT, verdict, strict=True))
@@ -337,6 +354,7 @@ def _trajectory(state: dict[str, Any]) -> Trajectory:
         completion=state["completion"],
         turns=tuple((begin, end) for begin, end in state["turns"]),
         turn_rewards=tuple(state.get("turn_rewards", ())),  # earlier versions did not have them
+        media=tuple(placed(urls[digest], start) for digest, start in state.get("media", ())),
         row=state.get("row", 0),  # earlier versions had one row an episode
     )
 

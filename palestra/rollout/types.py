@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 
+from palestra.data.media import Image
 from palestra.tasks.task import Problem, Verdict
 
 
@@ -30,6 +31,8 @@ class Trajectory:
     """Begin and end of each turn of the model."""
     turn_rewards: tuple[float, ...] = ()
     """The reward of each turn, of which `reward` is the sum; empty where only the whole has one."""
+    media: tuple[Image, ...] = ()
+    """The images that its tokens of images stand for, in order."""
     row: int = 0
     """Its place among the rows of one episode, which follow each other and share the reward; most have one."""
 

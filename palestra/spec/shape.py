@@ -143,6 +143,40 @@ class MoESpec(Model):
             yield Conflict(("activation",), "expected swiglu or bilinear, because there are shared experts")
 
 
+class VisionSpec(Model):
+    """A vision tower (Qwen2.5-VL): images become tokens of the sequence, one for each 28 × 28 pixels."""
+
+    layers: int = Field(ge=1)
+    """Number of layers."""
+    width: int = Field(ge=4)
+    """Width."""
+    heads: int = Field(ge=1)
+    """Attention heads."""
+    mlp: int = Field(ge=1)
+    """Hidden width of the MLP."""
+    window: int = Field(default=112, ge=28)
+    """Side of the windows in which patches attend, in pixels."""
+    full_layers: list[Layer] = Field(default=[])
+    """Layers whose patches attend to all of their image."""
+    sections: list[Layer] = Field(min_length=3, max_length=3)
+    """Pairs of a head's dimensions that rotate by time, height and width (M-RoPE); they add up to head_dim / 2."""
+    tokens: list[Layer] | None = Field(default=None, min_length=3, max_length=3)
+    """Ids of the tokens before, in place of and after an image; null: the tokenizer's."""
+
+    def parameters(self, width: int) -> int:
+        """Number of parameters, with embeddings of that width."""
+        merged = 4 * self.width
+        block = 4 * self.width**2 + 4 * self.width + 3 * self.width * self.mlp + 2 * self.mlp + 3 * self.width
+        around = 3 * 2 * 14 * 14 * self.width + self.width + merged * (merged + 1) + width * (merged + 1)
+        return self.layers * block + around
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.width % self.heads or self.width // self.heads % 4:
+            yield Conflict(("heads",), f"expected width = {self.width} divided by a multiple of 4 for each head")
+        if not set(self.full_layers) <= set(range(self.layers)):
+            yield Conflict(("full_layers",), f"expected numbers below layers = {self.layers}")
+
+
 BEYOND_LLAMA = (
     *("nope_layers", "norm_order", "norm_offset", "embed_scale", "activation"),
     *("local_rope_theta", "query_pre_attn_scalar", "biases", "sinks", "norm", "positions"),
@@ -211,10 +245,12 @@ class Shape(Model):
     """Layers without rotary positions (NoPE; SmolLM3); null: none."""
     moe: MoESpec | None = None
     """Mixture of experts in place of the MLP."""
+    vision: VisionSpec | None = None
+    """Vision tower that reads images; null: text only."""
 
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_defaults(self, handler(self), "full_layers", *BEYOND_LLAMA)
+        return without_defaults(self, handler(self), "full_layers", "vision", *BEYOND_LLAMA)
 
     @property
     def beyond_llama(self) -> list[str]:
@@ -276,6 +312,12 @@ class Shape(Model):
         for name in ("full_layers", "nope_layers"):
             if not set(getattr(self, name) or ()) <= set(range(self.layers)):
                 yield Conflict((name,), f"expected numbers below layers = {self.layers}")
+        if self.vision is not None:
+            if sum(self.vision.sections) != self.dim // 2:
+                yield Conflict(("vision", "sections"), f"expected a sum of head_dim / 2 = {self.dim // 2}")
+            for name in ("moe", "positions", "rope_scaling", "local_rope_theta"):
+                if getattr(self, name) is not None:
+                    yield Conflict((name,), "expected null, because there is a `vision` tower")
         if self.mlp is None and self.moe is None:
             yield Conflict(("mlp",), "expected the width of the MLP, or `moe` in its place")
         if self.moe is not None and self.moe.active > self.moe.experts:
@@ -298,7 +340,8 @@ class Shape(Model):
             mlp += self.width * self.moe.routes + (self.moe.experts if self.biases else 0)
         each = 1 if self.norm is None else 2  # weights and biases of a norm
         rows = vocab * (1 if self.tied else 2) + each + (self.context if self.positions else 0)
-        return self.layers * (attention + norms * each + mlp) + self.width * rows
+        tower = 0 if self.vision is None else self.vision.parameters(self.width)
+        return self.layers * (attention + norms * each + mlp) + self.width * rows + tower
 
     def _mlp_parameters(self, hidden: int) -> int:
         inner = 2 if self.gated else 1

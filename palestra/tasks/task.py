@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import Field
 
+from palestra.data.media import content_text
 from palestra.errors import UsageError, did_you_mean
 from palestra.spec.imports import load_named
 from palestra.spec.model import Model
 
 Message = Mapping[str, Any]
-"""One turn of a conversation: `role`, `content`."""
+"""One turn of a conversation: `role`, `content`, which is text or a list of OpenAI's parts: texts and images."""
 
 
 class Status(StrEnum):
@@ -74,8 +75,8 @@ class Problem:
         """The prompt as text: of a single message its content, of several each with its role."""
         messages = self.messages
         if len(messages) == 1:
-            return messages[0]["content"]
-        return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+            return content_text(messages[0]["content"])
+        return "\n\n".join(f"{message['role']}: {content_text(message['content'])}" for message in messages)
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,9 @@ TASKS: dict[str, str] = {
     "humaneval": "palestra.tasks.sets.code:HumanEval",
     "ifeval": "palestra.tasks.sets.ifeval:IfEval",
     "reasoning_gym": "palestra.tasks.sets.reasoning_gym:ReasoningGym",
+    "count_shapes": "palestra.tasks.sets.shapes:CountShapes",
+    "clevr_count": "palestra.tasks.sets.pictures:ClevrCount",
+    "geometry3k": "palestra.tasks.sets.pictures:Geometry3k",
 }
 """Built-in tasks. Others come from the entry points `palestra.tasks`, or are named as `module:Class`."""
 

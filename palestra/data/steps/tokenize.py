@@ -23,7 +23,20 @@ from pydantic import TypeAdapter
 from palestra.data.cache import held_alone
 from palestra.data.readers import Row, Shard, numbered_rows, shards
 from palestra.data.steps.shards import Where, batches, carried_out, same_recipe, sources, texts, write_counts
-from palestra.data.store import END, ENDS, FLAG, LOSS, PARTS, TOKENS, Ledger, ShardRecord, TokenStore, token_dtype
+from palestra.data.store import (
+    END,
+    ENDS,
+    FLAG,
+    IMAGES,
+    LOSS,
+    PARTS,
+    PIXELS,
+    TOKENS,
+    Ledger,
+    ShardRecord,
+    TokenStore,
+    token_dtype,
+)
 from palestra.errors import PalestraError, UsageError, needs_extra
 from palestra.runs.lease import Lease
 from palestra.runs.store import LocalStore, read_json, write_json, written
@@ -185,7 +198,7 @@ def _build(folder: Path, new: Ledger, sources: Sequence[Shard], encoder: "Encode
     records = [_record(_part(parts, number, RECORD)) for number in range(count)]
     if not any(record.tokens for record in records):
         raise PalestraError(f"the {count} shards of {folder} have no text, from {records[0].shard.path} on")
-    for name in (TOKENS, LOSS) if new.masked else (TOKENS,):
+    for name in (TOKENS, *((LOSS,) if new.masked else ()), *((PIXELS,) if new.sees else ())):
         with written(folder / name) as joined:
             for number in range(count):
                 with _part(parts, number, name).open("rb") as part:
@@ -195,9 +208,21 @@ def _build(folder: Path, new: Ledger, sources: Sequence[Shard], encoder: "Encode
         for number, record in enumerate(records):
             joined.write((np.fromfile(_part(parts, number, ENDS), END) + before).tobytes())
             before += record.tokens
+    if new.sees:
+        _join_images(folder, parts, records)
     finished = replace(new, finished=True, shards=tuple(records))
     TokenStore(folder, finished)  # checks the sizes
     finished.write(folder)
+
+
+def _join_images(folder: Path, parts: Path, records: Sequence[ShardRecord]) -> None:
+    tokens = pixels = 0
+    with written(folder / IMAGES) as joined:
+        for number, record in enumerate(records):
+            images = np.fromfile(_part(parts, number, IMAGES), END).reshape(-1, 4)
+            images = images + np.array([tokens, 0, 0, pixels])
+            joined.write(images.astype(END).tobytes())
+            tokens, pixels = tokens + record.tokens, pixels + _part(parts, number, PIXELS).stat().st_size
 
 
 def _build_part(parts: Path, encoder: "Encoder", job: tuple[int, Shard]) -> ShardRecord:
@@ -208,6 +233,9 @@ def _build_part(parts: Path, encoder: "Encoder", job: tuple[int, Shard]) -> Shar
     with ExitStack() as stack:
         tokens_file, ends_file = (stack.enter_context(written(_part(parts, number, name))) for name in (TOKENS, ENDS))
         loss_file = stack.enter_context(written(_part(parts, number, LOSS))) if encoder.masked else None
+        sees = "pixels" in encoder.recipe
+        seen = [stack.enter_context(written(_part(parts, number, name))) for name in (IMAGES, PIXELS) if sees]
+        pixels = 0
         rows = numbered_rows(shard, text_key=encoder.text_key)
         for batch in batches(rows, _characters, BATCH_ROWS, BATCH_CHARACTERS):
             encoded = _encode(encoder, shard, batch)
@@ -219,6 +247,12 @@ def _build_part(parts: Path, encoder: "Encoder", job: tuple[int, Shard]) -> Shar
                     f"{shard.place(batch[0][0])} or a row soon after it: {encoder.tokenizer} gives tokens from "
                     f"{joined.min()} to {joined.max()}, and its vocabulary has {encoder.vocab_size}"
                 )
+            for row, end in zip(encoded, ends.tolist(), strict=True):
+                for image in row.images:
+                    first = end - len(row.tokens) + image.start
+                    seen[0].write(np.array([first, *image.pixels.shape[:2], pixels], END).tobytes())
+                    seen[1].write(image.pixels.tobytes())
+                    pixels += image.pixels.size
             tokens_file.write(joined.astype(dtype).tobytes())
             ends_file.write(ends.astype(END).tobytes())
             if loss_file is not None:

@@ -25,7 +25,7 @@ class BatchRows:
     """State of the rows, as views of four tensors: a device gets all of it in four copies."""
 
     def __init__(self, integers: Tensor, floats: Tensor, ends: Tensor, tables: Tensor):
-        """`integers` (9, rows) int64, `floats` (3, rows) FP32.
+        """`integers` (10, rows) int64, `floats` (3, rows) FP32.
 
         `ends` (rows, MOST_ENDS) int64 are the tokens that end the sequence, the first one repeated; −1 where there are
         none. `tables` (rows, n) int32 are the pages of the sequence in the cache, and scratch behind them; all scratch
@@ -36,6 +36,8 @@ class BatchRows:
         # position of `token`; 1 where tokens are sampled (the output of other rows is ignored); how many tokens may
         # still be sampled.
         self.token, self.length, self.active, self.remaining = integers[:4]
+        # What is added to a length to get the rotary position; not 0 after images.
+        self.shift = integers[8]
         # The row of the last burst that this one goes on from; −1 where it begins with what the host has written.
         self.source = integers[-1]
         # The host writes a few numbers at a time, which takes NumPy a tenth of torch's time.
@@ -45,7 +47,7 @@ class BatchRows:
     def empty(cls, rows: int, context: int, device: torch.device) -> "BatchRows":
         """Rows in which nothing runs, for sequences of up to `context` tokens."""
         return cls(
-            torch.zeros(9, rows, dtype=torch.int64, device=device),
+            torch.zeros(10, rows, dtype=torch.int64, device=device),
             torch.zeros(3, rows, dtype=torch.float32, device=device),
             torch.full((rows, MOST_ENDS), -1, dtype=torch.int64, device=device),
             torch.full((rows, pages_for(context)), SCRATCH, dtype=torch.int32, device=device),
@@ -65,7 +67,7 @@ class BatchRows:
     def start(self, samples: Sequence[Sample]) -> None:
         """Write the rows of samples whose tokens but the last are cached: they are sampled from now on."""
         rows = torch.tensor([sample.row for sample in samples])
-        # In the order of `token`, `length`, `active`, `remaining`, `settings` and `source`.
+        # In the order of `token`, `length`, `active`, `remaining`, `settings`, `shift` and `source`.
         self.integers[:, rows] = torch.tensor([_integers(sample) for sample in samples]).T
         settings = [sample.job.sampling for sample in samples]
         self.floats[:, rows] = torch.tensor([(s.temperature, s.top_p, s.min_p) for s in settings]).T
@@ -194,6 +196,7 @@ def _integers(sample: Sample) -> tuple[int, ...]:
         sampling.min_new_tokens,
         (job.seed + APART * sample.index + 2**63) % 2**64 - 2**63,  # modulo 2⁶⁴, as an int64
         min(sampling.top_k or ALL, ALL),
+        job.shift,
         -1,
     )
 
@@ -271,7 +274,7 @@ class Scheduler:
 
         Returns how many that took of the room.
         """
-        tokens, due = sample.sequence, sample.due
+        tokens, due = sample.keys, sample.due
         shared = self.pool.match(tokens, due)
         needed = pages_for(sample.most if self.exact else due + 1)
         ahead = pages_for(min(due + self.steps, sample.most)) - needed
@@ -347,7 +350,7 @@ class Scheduler:
                 first = next((i for i, page in enumerate(other.pages) if page in lost), len(other.pages))
                 other.cached = min(other.cached, first * PAGE)
         if remember and sample.shareable:
-            self.pool.remember(sample.pages, sample.sequence, min(sample.cached, sample.due))
+            self.pool.remember(sample.pages, sample.keys, min(sample.cached, sample.due))
         self.pool.release(sample.pages)
         sample.pages, row, sample.row, sample.active, sample.source = [], sample.row, -1, False, None
         self.sharing = [other for other in self.sharing if other.source is not None]

@@ -2,20 +2,23 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from palestra.data.media import Image, rope_positions
 from palestra.errors import UsageError
 from palestra.generate.engine.batch import BatchRows, DecodeStep, advance
-from palestra.generate.engine.kv_cache import Cache, DecodeAttention, PrefillAttention, Segment
+from palestra.generate.engine.kv_cache import Cache, DecodeAttention, Looked, PrefillAttention, Segment
 from palestra.generate.engine.sampler import Needs
 from palestra.generate.engine.score_edits import ScoreEdits
 from palestra.lm import native
 from palestra.lm.head import logits
 from palestra.lm.hf import empty_model
-from palestra.lm.layers import MLP, Linear, doubled, wide
+from palestra.lm.layers import MLP, Linear, doubled, sent, wide
 from palestra.lm.model import Transformer
 from palestra.lm.moe import MoE
 from palestra.spec.shape import Shape, precision
@@ -284,12 +287,23 @@ class Runner:
             self.tiles.for_prefill()
         offset = 0
         for portion in _portions(segments):
-            positions = [position for segment in portion for position in range(segment.start, segment.end)]
-            padding = [0] * (self._padded(len(positions)) - len(positions))
-            piece = tokens[offset : offset + len(positions)]
-            inputs = torch.tensor([[*piece, *padding], [*positions, *padding]], device=self.device)
-            self.model(inputs[0], inputs[1], PrefillAttention(self.cache, portion))
-            offset += len(positions)
+            positions, seen = _positions(portion), _seen(portion, self.device)
+            count = positions.shape[-1]
+            padding = self._padded(count) - count
+            rows = np.concatenate([[tokens[offset : offset + count]], np.atleast_2d(positions)])
+            inputs = torch.from_numpy(np.pad(rows, ((0, 0), (0, padding)))).to(self.device)
+            places = inputs[1] if positions.ndim == 1 else inputs[1:]
+            self.model(inputs[0], places, PrefillAttention(self.cache, portion), seen=seen)
+            offset += count
+
+    @torch.inference_mode()
+    def look(self, images: Sequence[Image], length: int) -> Looked:
+        """What the tower makes of a prompt's images: one by one, so that none has other bits beside others."""
+        if self.tiles is not None:
+            self.tiles.for_prefill()
+        embeddings = torch.cat([self.model.look([image]) for image in images])
+        places = np.concatenate([np.arange(image.start, image.stop) for image in images])
+        return Looked(rope_positions(length, images), places, embeddings)
 
     @torch.inference_mode()
     def start(
@@ -315,14 +329,16 @@ class Runner:
     def step(self, batch: int, columns: int, needs: Needs, edits: ScoreEdits | None) -> DecodeStep:
         """One token in each of the first rows, which look at `columns` positions of the cache at most."""
         lengths, tables = self.rows.length[:batch], self.rows.tables[:batch]
+        turned = self.rows.length if self.model.vision is None else self.rows.length + self.rows.shift
         if self._decoder is not None:
-            embedded, angles = F.embedding(self.rows.token[:batch], self.model.embed), self.model.rotation(lengths)
+            embedded = F.embedding(self.rows.token[:batch], self.model.embed)
+            angles = self.model.rotation(turned[:batch])
             hidden = self.model.norm(self._decoder(embedded, *doubled(*angles), lengths, tables))
             return advance(self.rows, self._scores(hidden), needs, edits)
         if self.tiles is not None:
             self.tiles.for_decoding()
         inputs, attend = slice(self._padded(batch)), DecodeAttention(self.cache, tables, lengths, columns)
-        hidden = self.model(self.rows.token[inputs], self.rows.length[inputs], attend).hidden
+        hidden = self.model(self.rows.token[inputs], turned[inputs], attend).hidden
         return advance(self.rows, self._scores(hidden[:batch]), needs, edits)
 
     def _decoder_of(self, tiles: Tiles) -> native.Decoder | None:
@@ -358,12 +374,40 @@ def prefill_tokens_for(shape: Shape, device: torch.device) -> int:
     return max(4096, min(2**16, int(0.04 * torch.cuda.get_device_properties(device).total_memory) // each))
 
 
+def _positions(portion: Sequence[Segment]) -> np.ndarray:
+    """Rotary positions (T) of the tokens of a portion; (3, T) where one has images."""
+    if all(segment.seen is None for segment in portion):
+        return np.concatenate([np.arange(segment.start, segment.end) for segment in portion])
+    parts = []
+    for segment in portion:
+        if segment.seen is None:
+            parts.append(np.tile(np.arange(segment.start, segment.end), (3, 1)))
+        else:
+            parts.append(segment.seen.positions(segment.start, segment.end))
+    return np.concatenate(parts, axis=1)
+
+
+def _seen(portion: Sequence[Segment], device: torch.device) -> Callable[[Tensor], Tensor] | None:
+    """What puts the embeddings of images in the place of their tokens'; None without any."""
+    places, embeddings, offset = [], [], 0
+    for segment in portion:
+        if segment.seen is not None:
+            first, last = np.searchsorted(segment.seen.places, (segment.start, segment.end))
+            places.append(segment.seen.places[first:last] - segment.start + offset)
+            embeddings.append(segment.seen.embeddings[first:last])
+        offset += segment.end - segment.start
+    if not places:
+        return None
+    at, values = sent(torch.from_numpy(np.concatenate(places)), device), torch.cat(embeddings)
+    return lambda x: x.index_copy(0, at, values)
+
+
 def _portions(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
     """The segments in order, cut and put together to portions of at most PORTION tokens."""
     portion, size = [], 0
     for segment in segments:
         for start in range(segment.start, segment.end, PORTION):
-            piece = Segment(segment.pages, start, min(start + PORTION, segment.end))
+            piece = replace(segment, start=start, end=min(start + PORTION, segment.end))
             if size + piece.end - piece.start > PORTION:
                 yield portion
                 portion, size = [], 0

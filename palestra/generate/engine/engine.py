@@ -14,7 +14,7 @@ from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine.batch import Burst, BurstOutput, Scheduler
 from palestra.generate.engine.cpu import Runner, prefill_tokens_for
 from palestra.generate.engine.guide import CompiledGuide, GuideFailed, Guides
-from palestra.generate.engine.kv_cache import Segment
+from palestra.generate.engine.kv_cache import Looked, Segment
 from palestra.generate.engine.pages import PAGE, PagePool
 from palestra.generate.engine.request import (
     Alternatives,
@@ -89,7 +89,8 @@ class Engine:
         """The error that ended the engine."""
         runner, moe = Runner, shape.moe
         waits = moe is not None and not multiplies_groups(dtype, shape.width, moe.mlp)  # for the host, in every layer
-        if device.type == "cuda" and TRITON and not shape.sinks and not waits:  # its kernels have no sinks
+        # Its kernels have no sinks, and know no positions other than lengths.
+        if device.type == "cuda" and TRITON and not shape.sinks and not waits and shape.vision is None:
             from palestra.generate.engine.cuda import CudaRunner as runner
         self._runner = runner(model, dtype, device, self.context, kv_bytes, max_running, self.steps)
         self.slots = self._runner.slots
@@ -133,7 +134,8 @@ class Engine:
     def submit(self, request: Request, sink: TokenSink) -> str:
         """Queue a request and return its id. An invalid request is refused here."""
         vocab, has_text = self.model.shape.vocab or 0, self.tokenizer is not None
-        job = checked(request, sink, vocab=vocab, context=self.context, eos=self.eos, has_text=has_text)
+        vision = None if self.model.shape.vision is None else self.model.shape.vision.tokens
+        job = checked(request, sink, vocab=vocab, context=self.context, eos=self.eos, has_text=has_text, vision=vision)
         if job.sampling.guide is not None:
             job.guide = self.compile(job.sampling.guide)
         with self._inbox:
@@ -335,7 +337,7 @@ class Engine:
         scheduler = self._scheduler
         pieces = list(scheduler.pieces(self.prefill_tokens))
         if pieces:
-            segments = [Segment(sample.pages, sample.cached, end) for sample, end in pieces]
+            segments = [Segment(sample.pages, sample.cached, end, self._look(sample.job)) for sample, end in pieces]
             tokens = [token for sample, end in pieces for token in sample.sequence[sample.cached : end]]
             self._runner.prefill(segments, tokens)
             self._prefilled += len(tokens)
@@ -347,6 +349,14 @@ class Engine:
             for sample in ready:
                 sample.active = True
         return bool(pieces)
+
+    def _look(self, job: EngineJob) -> Looked | None:
+        """A prompt's images by the weights of now, computed once for all of its samples and pieces."""
+        if not job.request.media:
+            return None
+        if job.looked is None or job.looked[0] != self.version:
+            job.looked = self.version, self._runner.look(job.request.media, len(job.request.prompt))
+        return job.looked[1]
 
     def _copy_last_pages(self) -> None:
         """Complete the prompts of samples of which others have the same."""

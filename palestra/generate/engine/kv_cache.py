@@ -139,12 +139,32 @@ class DecodeAttention:
 
 
 @dataclass(frozen=True)
+class Looked:
+    """The images of a prompt, computed."""
+
+    rotary: np.ndarray
+    """(3, prompt): rotary positions."""
+    places: np.ndarray
+    """(M), ascending: where their tokens lie."""
+    embeddings: Tensor
+    """(M, D)."""
+
+    def positions(self, start: int, end: int) -> np.ndarray:
+        """(3, end − start): rotary positions, of generated tokens too."""
+        length = self.rotary.shape[1]
+        after = self.rotary[:, -1:] + np.arange(max(start, length), max(end, length)) - (length - 1)
+        return np.concatenate([self.rotary[:, start : min(end, length)], after], axis=1)
+
+
+@dataclass(frozen=True)
 class Segment:
     """Tokens `start` to `end` of a sequence that has these pages."""
 
     pages: Sequence[int]
     start: int
     end: int
+    seen: "Looked | None" = None
+    """What the tower has made of the sequence's images."""
 
     def places(self, start: int, end: int) -> np.ndarray:
         """Where its tokens lie in the cache, which counts the positions of all pages."""

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from palestra.data.media import check_places, content_keys, rope_positions
 from palestra.data.tokenizers import Detokenizer, Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine.guide import CompiledGuide
+from palestra.generate.engine.kv_cache import Looked
 from palestra.generate.engine.score_edits import RowEdits
 from palestra.generate.types import EDITS, Chunk, Generation, Request, Result, Sampling, StopReason
 
@@ -195,13 +197,20 @@ class EngineJob:
     """Tokens that end a generation."""
     limit: int
     """New tokens of a generation at most."""
+    keys: tuple[int, ...]
+    """The prompt, with numbers of what they show in place of images' tokens: those with the same keys share pages."""
     key: int
-    """Hash of the prompt."""
+    """Hash of the keys."""
+    shift: int = 0
+    """What is added to the place of a token after the images to get its rotary position."""
     guide: CompiledGuide | None = None
     started: int = 0
     """How many of the n samples have been given a row."""
     generations: dict[int, Generation] = field(default_factory=dict)
     """Those that have ended, by index."""
+
+    looked: tuple[int, Looked] | None = None
+    """The version of the weights, and what the runner has made of its images by them."""
 
     @property
     def sampling(self) -> Sampling:
@@ -214,7 +223,7 @@ class EngineJob:
 
     def same_prompt(self, other: "EngineJob") -> bool:
         """Whether both have the same prompt."""
-        return self is other or (self.key == other.key and self.request.prompt == other.request.prompt)
+        return self is other or (self.key == other.key and self.keys == other.keys)
 
 
 @dataclass(eq=False)
@@ -269,6 +278,11 @@ class Sample:
         """Tokens of prompt and generation."""
         return [*self.job.request.prompt, *self.tokens] if self.tokens else self.job.request.prompt
 
+    @property
+    def keys(self) -> Sequence[int]:
+        """The same by what they show."""
+        return [*self.job.keys, *self.tokens] if self.tokens else self.job.keys
+
     def chunk(self, since: int, text: str, reason: StopReason | None = None) -> Chunk:
         """The tokens from number `since` on."""
         tokens, logprobs = tuple(self.tokens[since:]), tuple(self.logprobs[since:])
@@ -277,10 +291,21 @@ class Sample:
 
 
 def checked(
-    request: Request, sink: TokenSink, *, vocab: int, context: int, eos: frozenset[int], has_text: bool
+    request: Request,
+    sink: TokenSink,
+    *,
+    vocab: int,
+    context: int,
+    eos: frozenset[int],
+    has_text: bool,
+    vision: Sequence[int] | None = None,
 ) -> EngineJob:
-    """A job for a valid request; an invalid one is refused by the name of the field."""
+    """A job for a valid request; an invalid one is refused by the name of the field. `vision`: tokens of images."""
     sampling, prompt = request.sampling, request.prompt
+    if vision is not None:
+        check_places(prompt, request.media, vision)
+    elif request.media:
+        raise UsageError(f"the prompt has {len(request.media)} images, and this model reads text only")
     if len(prompt) >= context:
         raise PromptTooLong(
             f"the prompt has {len(prompt)} tokens, but prompt and completion share a context of {context}"
@@ -331,4 +356,8 @@ def checked(
     # No more than there can be, and a number that fits the rows' tensors.
     request = replace(request, sampling=replace(sampling, min_new_tokens=min(sampling.min_new_tokens, limit)))
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    return EngineJob(request.id or secrets.token_hex(8), request, sink, seed, ends, limit, hash(prompt))
+    keys, shift = prompt, 0
+    if request.media:
+        keys = content_keys(prompt, request.media)
+        shift = int(rope_positions(len(prompt), request.media).max()) + 1 - len(prompt)
+    return EngineJob(request.id or secrets.token_hex(8), request, sink, seed, ends, limit, keys, hash(keys), shift)

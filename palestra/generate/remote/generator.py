@@ -273,6 +273,8 @@ class RemoteGenerator(HttpGenerator):
     def _begin(self, request: Request) -> EngineJob:
         if given := request.sampling.given(self.dialect.fixed):
             raise UsageError(f"{', '.join(given)}: {self.dialect.fixed_because}: leave it out")
+        if request.media:
+            raise UsageError("engines of other programs are sent tokens alone: images need the engine of palestra")
         sizes = {"vocab": self._vocab, "context": self._context, "eos": self._eos}
         job = checked(request, _Nowhere(), has_text=True, **sizes)
         if job.id in self._jobs:

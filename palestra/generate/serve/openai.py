@@ -200,17 +200,36 @@ class CompletionBody(Options):
 
 
 class TextPart(wire.StrictBody):
-    """A part of a message; only text is understood."""
+    """Text as a part of a message."""
 
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(wire.StrictBody):
+    """Where an image is."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+    """Without effect: sizes are the model's."""
+
+
+class ImagePart(wire.StrictBody):
+    """An image as a part of a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+    text: Literal[""] = Field(default="", exclude=True)
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class MessageBody(wire.StrictBody):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | list[Part]
     name: str | None = None
 
     @model_validator(mode="before")

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from palestra.data.chat import encode_chat
+from palestra.data.media import Image
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import MissingExtra, PalestraError, UsageError
 from palestra.generate.client import MOST_SAMPLES, GenerateBody, StrictBody, result_json
@@ -20,6 +21,7 @@ from palestra.generate.engine.engine import Engine
 from palestra.generate.engine.request import EngineFailed, PromptTooLong
 from palestra.generate.local import LocalGenerator
 from palestra.generate.serve import gate
+from palestra.generate.serve.images import fetched
 from palestra.generate.serve.openai import ApiError, ChatBody, CompletionBody, Reply
 from palestra.generate.serve.service import Service, read_safetensors, read_weights
 from palestra.generate.serve.tokens import AbortRequests, TokenReply, TokensBody
@@ -40,6 +42,8 @@ except ImportError as error:
 
 
 MAX_BODY_BYTES = 4 << 20
+MAX_IMAGES_BYTES = 32 << 20
+"""Of a request to a model that reads images."""
 MAX_CONCURRENT = 1024
 HEADER_SECONDS = 10.0
 """How long the headers of a request may take to come."""
@@ -70,15 +74,21 @@ def create_app(
     *,
     model_name: str,
     api_key: str | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    max_body_bytes: int | None = None,
     max_concurrent: int = MAX_CONCURRENT,
     allowed_hosts: Sequence[str] = LOOPBACK,
+    image_urls: bool = False,
 ) -> FastAPI:
-    """The application over a generator that drives itself; without `allowed_hosts` requests may name any host."""
+    """The application over a generator that drives itself; without `allowed_hosts` requests may name any host.
+
+    With `image_urls` it fetches images that requests name by http: from wherever it can reach.
+    """
     engine = generator.engine
     service = Service(generator, max_concurrent=max_concurrent)
     app = FastAPI(title="Palestra", docs_url=None, redoc_url=None)
     app.state.service = service
+    if max_body_bytes is None:
+        max_body_bytes = MAX_BODY_BYTES if engine.model.shape.vision is None else MAX_IMAGES_BYTES
     # Weights are sent in FP32 at most, and the header of the file is small.
     upload_bytes = 4 * engine.model.shape.parameters() + (1 << 20)
     app.add_middleware(
@@ -91,7 +101,7 @@ def create_app(
         seconds=service.seconds,
     )
     _explain_errors(app, service)
-    _add_openai(app, service, tokenizer, model_name)
+    _add_openai(app, service, tokenizer, model_name, image_urls)
     _add_generate(app, service)
     _add_tokens(app, service, model_name)
     _add_weights(app, generator)
@@ -99,7 +109,7 @@ def create_app(
     return app
 
 
-def _add_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name: str) -> None:
+def _add_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name: str, image_urls: bool) -> None:
     """OpenAI's endpoints, `/v1/…`."""
     engine = service.generator.engine
     # What is longer cannot fit, and is not worth the seconds that millions of characters take to encode. (Normalization
@@ -117,10 +127,21 @@ def _add_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name
             long = f"the prompt has {body.characters:,} characters"
             raise PromptTooLong(f"{long}, but the context is {engine.context} tokens")
 
-    async def respond(body: ChatBody | CompletionBody, prompts: Sequence[Sequence[int]], http: HttpRequest) -> Response:
+    async def respond(
+        body: ChatBody | CompletionBody,
+        prompts: Sequence[Sequence[int]],
+        http: HttpRequest,
+        media: Sequence[Image] = (),
+    ) -> Response:
         id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid.uuid4().hex}"
         requests = tuple(
-            Request(tuple(prompt), body.sampling(engine.context), body.n, id if len(prompts) == 1 else f"{id}-{place}")
+            Request(
+                tuple(prompt),
+                body.sampling(engine.context),
+                body.n,
+                id if len(prompts) == 1 else f"{id}-{place}",
+                tuple(media),
+            )
             for place, prompt in enumerate(prompts)
         )
         scored = ()
@@ -134,10 +155,10 @@ def _add_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, http: HttpRequest) -> Response:
         check(body)
-        messages = [message.message() for message in body.messages]
+        messages = await fetched([message.message() for message in body.messages], image_urls)
         settings: dict[str, Any] = {"add_generation_prompt": True, **body.chat_template_kwargs}
         encoded = await asyncio.to_thread(encode_chat, tokenizer, messages, **settings)
-        return await respond(body, [encoded.tokens], http)
+        return await respond(body, [encoded.tokens], http, encoded.images)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
@@ -257,7 +278,8 @@ def serve_engine(
     port: int = 8000,
     api_key: str | None = None,
     allowed_hosts: Sequence[str] = (),
-    **limits: int,
+    image_urls: bool = False,
+    **limits: Any,
 ) -> None:
     """Serve an engine until SIGINT or SIGTERM; port 0 takes one that is free. Limits are those of `create_app`.
 
@@ -274,6 +296,7 @@ def serve_engine(
             model_name=name,
             api_key=api_key,
             allowed_hosts=allowed_hosts or (LOOPBACK if host in LOOPBACK else ()),
+            image_urls=image_urls,
             **limits,
         )
         config = uvicorn.Config(

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from palestra.data.media import content_text, is_image
 from palestra.generate.serve.gate import DONE, event
 from palestra.generate.serve.openai import ApiError, ChatBody
 from palestra.generate.serve.openai import Reply as ChatReply
@@ -43,18 +44,25 @@ class ToolMessage(BaseModel):
     @property
     def characters(self) -> int:
         """The length of its text."""
-        return len(text_of(self.content, "text"))
+        return len(content_text(self.content))
 
     def message(self) -> Message:
         """For the chat template."""
         role = "system" if self.role == "developer" else self.role
-        message: Message = {"role": role, "content": text_of(self.content, "text")}
+        message: Message = {"role": role, "content": self._content()}
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         made = [
             called(call.id, call.function["name"], call.function.get("arguments")) for call in self.tool_calls or ()
         ]
         return next(with_calls([message, *made]))
+
+    def _content(self) -> str | list[dict[str, Any]]:
+        """Text, or parts where there are images among them."""
+        if isinstance(self.content, list) and any(map(is_image, self.content)):
+            parts = self.content
+            return [one if is_image(one) else {"type": "text", "text": text_of([one], "text")} for one in parts]
+        return text_of(self.content, "text")
 
 
 class ToolChatBody(ChatBody):

@@ -33,7 +33,7 @@ class Conversation:
     @property
     def characters(self) -> int:
         """Its length, about."""
-        return sum(len(message["content"]) for message in self.messages)
+        return sum(len(str(message["content"])) for message in self.messages)
 
 
 class Body(Protocol):

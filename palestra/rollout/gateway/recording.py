@@ -11,7 +11,7 @@ from typing import Any
 from palestra.errors import UsageError
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
-from palestra.generate.serve.server import StoppingServer, bound
+from palestra.generate.serve.server import MAX_BODY_BYTES, MAX_IMAGES_BYTES, StoppingServer, bound
 from palestra.rollout.gateway.server import Sessions, create_app, uvicorn_config
 from palestra.rollout.gateway.session import Session, Turn
 from palestra.rollout.records import FILE, RolloutRecord, write
@@ -70,7 +70,7 @@ def serve_sessions(
     port: int = 8000,
     api_key: str | None = None,
     allowed_hosts: Sequence[str] = (),
-    max_body_bytes: int,
+    max_body_bytes: int | None,
     max_concurrent: int,
 ) -> None:
     """Serve agents until SIGINT or SIGTERM. A new key opens a session; with `api_key` it is that, or that and a /."""
@@ -89,7 +89,8 @@ def serve_sessions(
 
         sessions = Sessions(idle_seconds=IDLE_SECONDS, unknown=opened, ended=recorder)
         hosts = allowed_hosts or (LOOPBACK if host in LOOPBACK else ())
-        app = create_app(sessions, model=name, max_body_bytes=max_body_bytes, allowed_hosts=hosts)
+        most = max_body_bytes or (MAX_BODY_BYTES if engine.model.shape.vision is None else MAX_IMAGES_BYTES)
+        app = create_app(sessions, model=name, max_body_bytes=most, allowed_hosts=hosts)
 
         async def end_all() -> None:
             for session in list(sessions.open.values()):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from palestra.data.chat import encode_after, encode_chat
+from palestra.data.media import Image
 from palestra.data.mixture import stream_key
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
@@ -43,6 +44,8 @@ class Turn:
     tools: tuple[Mapping[str, Any], ...]
     response: str
     """The id of the response it was sent with."""
+    media: tuple[Image, ...] = ()
+    """The images of its prompt."""
     delivered: bool = False
     """Whether the client has got it: what a program never saw is not trained on."""
 
@@ -140,8 +143,8 @@ class Session:
             return before
         if len(self._running) >= AT_ONCE:
             raise ApiError(429, f"This session already has {AT_ONCE} requests in flight", kind="rate_limit_error")
-        conversation, parent, prompt = await self._prompt(conversation)
-        exchange = self._started(conversation, parent, prompt)
+        conversation, parent, prompt, media = await self._prompt(conversation)
+        exchange = self._started(conversation, parent, prompt, media)
         self._exchanges[body] = exchange
         while len(self._exchanges) > REMEMBERED:
             self._exchanges.popitem(last=False)
@@ -162,8 +165,10 @@ class Session:
             for task in self._running:
                 task.cancel()
 
-    async def _prompt(self, conversation: Conversation) -> tuple[Conversation, Turn | None, tuple[int, ...]]:
-        """The whole conversation, the turn that it continues, and its prompt."""
+    async def _prompt(
+        self, conversation: Conversation
+    ) -> tuple[Conversation, Turn | None, tuple[int, ...], tuple[Image, ...]]:
+        """The whole conversation, the turn that it continues, its prompt, and the images in it."""
         messages, root = list(conversation.messages), _root(conversation)
         if conversation.previous is not None:
             earlier = next((turn for turn in self.turns if turn.response == conversation.previous), None)
@@ -179,16 +184,18 @@ class Session:
             if digest in self._known and index < len(messages):
                 parent, place = self._known[digest], index
         if conversation.characters > LONG:
-            parent, prompt = await asyncio.to_thread(_encoded, self.tokenizer, conversation, parent, place)
+            parent, prompt, media = await asyncio.to_thread(_encoded, self.tokenizer, conversation, parent, place)
         else:
-            parent, prompt = _encoded(self.tokenizer, conversation, parent, place)
+            parent, prompt, media = _encoded(self.tokenizer, conversation, parent, place)
         if parent is not None:
             before = parent.tokens
             same = next((i for i, pair in enumerate(zip(before, prompt, strict=False)) if pair[0] != pair[1]), None)
             self.retokenized += len(before) - min(len(before) if same is None else same, len(prompt))
-        return conversation, parent, prompt
+        return conversation, parent, prompt, media
 
-    def _started(self, conversation: Conversation, parent: Turn | None, prompt: tuple[int, ...]) -> Exchange:
+    def _started(
+        self, conversation: Conversation, parent: Turn | None, prompt: tuple[int, ...], media: tuple[Image, ...]
+    ) -> Exchange:
         asked, fixed = conversation.sampling, self._sampling
         room = self.context - len(prompt)
         if room < 1:
@@ -202,7 +209,8 @@ class Session:
         if left < 1 or (self.limits.turns is not None and turns > self.limits.turns):
             self.limited = True
             raise ApiError(400, "This session has used all its turns or tokens", code="session_limit")
-        mark = hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
+        said = repr(prompt).encode() + b"".join(image.digest for image in media)
+        mark = hashlib.blake2b(said, digest_size=16).hexdigest()
         number, self._asked[mark] = self._asked[mark], self._asked[mark] + 1
         sampling = replace(asked, max_new_tokens=left)
         if fixed is not None:
@@ -213,7 +221,7 @@ class Session:
             sampling = replace(sampling, seed=stream_key(self._seed, mark, number) >> 1)
         exchange = Exchange(
             conversation,
-            Request(prompt, sampling, conversation.n),
+            Request(prompt, sampling, conversation.n, media=media),
             mark=f"{mark} {number}",
             model=self.model,
             tokenizer=self.tokenizer,
@@ -236,7 +244,9 @@ class Session:
         replies = [exchange.reply(index, made) for index, made in enumerate(result.generations)]
         for reply in replies:
             messages = (*conversation.messages, reply.message)
-            turn = Turn(parent, exchange.request.prompt, reply.generation, messages, conversation.tools, exchange.id)
+            asked = exchange.request
+            known = (messages, conversation.tools, exchange.id, asked.media)
+            turn = Turn(parent, asked.prompt, reply.generation, *known)
             self.turns.append(turn)
             *_, digest = _digests(root, messages)
             self._known.setdefault(digest, turn)
@@ -275,7 +285,7 @@ class Session:
                 trained.add(id(turn))
             why = stop_reason or str(path[-1].generation.stop_reason)
             done = transcript.trajectory(len(path[0].prompt), verdict, reward, why, self.tokenizer)
-            made.append(replace(done, row=row))
+            made.append(replace(done, row=row, media=path[-1].media))
         return made
 
 
@@ -306,8 +316,8 @@ def _digests(root: bytes, messages: Any) -> Iterator[bytes]:
 
 def _encoded(
     tokenizer: Tokenizer, conversation: Conversation, turn: Turn | None, place: int
-) -> tuple[Turn | None, tuple[int, ...]]:
-    """The turn that is continued and the prompt: its stored tokens, then what the template writes after it.
+) -> tuple[Turn | None, tuple[int, ...], tuple[Image, ...]]:
+    """The turn that is continued, the prompt and its images: its stored tokens, then what the template writes after it.
 
     Without a turn, or where the template renders its beginning differently once more follows, all is rendered.
     """
@@ -316,9 +326,13 @@ def _encoded(
         with suppress(UsageError):
             new = messages[place:]
             after = encode_after(tokenizer, messages[: place - 1], new, tools=tools, **conversation.variables)
-            return turn, turn.tokens + following(turn.generation.tokens, tuple(after), tokenizer)
+            rest = following(turn.generation.tokens, tuple(after.tokens), tokenizer)
+            shift = len(turn.tokens) + len(rest) - len(after.tokens)
+            media = (*turn.media, *(image.at(image.start + shift) for image in after.images))
+            return turn, turn.tokens + rest, media
     settings: dict[str, Any] = {"add_generation_prompt": True, "tools": tools, **conversation.variables}
-    return None, tuple(encode_chat(tokenizer, messages, **settings).tokens)
+    encoded = encode_chat(tokenizer, messages, **settings)
+    return None, tuple(encoded.tokens), encoded.images
 
 
 class FromLoop:
