@@ -117,7 +117,7 @@ def test_generator_that_cannot_fetch_is_given_up_and_replaced(tmp_path: Path) ->
 
 @pytest.mark.parametrize("channel", [SharedMemory, Broadcast])
 def test_generator_that_fetches_more_slowly_than_versions_come_joins_all_the_same(channel: Any) -> None:
-    with fleet_of(1, channel(), slow={"generator/1": 0.3}) as fleet:
+    with fleet_of(1, channel(), slow={"generator/1": 1.0}) as fleet:
         fleet.load(weights(0), 0)
         sampled(fleet)
         fleet.crew.add()

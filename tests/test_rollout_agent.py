@@ -97,7 +97,7 @@ def test_program_beyond_a_limit_is_truncated_and_not_failed(lab):
     assert Status.ERROR not in {one.verdict.status for one in completions(run)}
 
 
-@pytest.mark.parametrize("limit", [{"seconds": 1.0}, {"idle_seconds": 1.0}])
+@pytest.mark.parametrize("limit", [{"seconds": 4.0}, {"idle_seconds": 1.0}])
 def test_program_that_does_not_end_has_status_timeout(lab, limit):
     run = lab.run(**{**agent("sleeping", **limit), **ALONE})
     assert {one.verdict.status for one in completions(run)} == {Status.TIMEOUT}

@@ -1,5 +1,6 @@
 """An index over a long file of rollouts or a trace: columns in the cache folder, made by a process of its own."""
 
+import fcntl
 import hashlib
 import os
 import re
@@ -71,7 +72,9 @@ class Index:
 
     def extend(self, parent: int | None = None) -> None:
         """Index what the file has by now, as long as the parent process lives."""
-        with LineFile(self.path) as file:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with LineFile(self.path) as file, open(f"{self.folder}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another server may index the same file
             meta = self.meta(file)
             if meta["cursor"] == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)
