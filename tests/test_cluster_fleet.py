@@ -127,6 +127,6 @@ def test_generator_that_fetches_more_slowly_than_versions_come_joins_all_the_sam
             assert version < 60, "it has not joined"
             fleet.load(weights(version), version)
             time.sleep(0.05)
-        assert version > 3, "it was not slow enough"
+        assert version > 1, "it was not slow enough"
         assert fleet.crew.lost == 0
         assert set(sampled(fleet, 6)) == {(version,) * 8}

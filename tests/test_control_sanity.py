@@ -1,5 +1,8 @@
 """`palestra dev`: what it checks on every algorithm, and that each of its checks can fail."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from conftest import SHORT
@@ -15,7 +18,8 @@ from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.load import load
 
 BASE = {key: value for key, value in SHORT.items() if key != "every"}
-CONTINUOUS = ("td3",)
+CONTINUOUS = ("td3", "td3_bc")
+OFFLINE = ("bc", "td3_bc", "iql")
 
 
 def spec_of(name: str, **algorithm: object) -> ControlSpec:
@@ -25,11 +29,23 @@ def spec_of(name: str, **algorithm: object) -> ControlSpec:
     return loaded
 
 
+def transitions(folder: Path, continuous: bool) -> Path:
+    """A file of noise, of Pendulum's sizes or of CartPole's."""
+    draws, rows, size = np.random.default_rng(0), 400, 3 if continuous else 4
+    actions = draws.uniform(-2, 2, (rows, 1)).astype(np.float32) if continuous else draws.integers(2, size=rows)
+    obs, following = draws.standard_normal((2, rows, size)).astype(np.float32)
+    ends = {"rewards": draws.random(rows), "terminated": draws.random(rows) < 0.1}
+    path = folder / f"{continuous}.npz"
+    np.savez(path, observations=obs, actions=actions, next_observations=following, **ends)
+    return path
+
+
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_dev_any_algorithm_passes_and_says_what_was_checked(name):
+def test_dev_any_algorithm_passes_and_says_what_was_checked(name, tmp_path):
     lines: list[str] = []
     few: dict[str, dict[str, object]] = {"ppo": {"horizon": 32, "minibatch": 32}, "reinforce": {"horizon": 32}}
     few |= {name: {"replay_ratio": 0.25, "update_every": 2} for name in ("sac", "td3", "crossq")}
+    few |= {name: {"data": str(transitions(tmp_path, name in CONTINUOUS))} for name in OFFLINE}
     learner = check_learning(spec_of(name, **few.get(name, {})), tell=lines.append)
     assert learner.steps == sanity.STEPS
     text = "\n".join(lines)

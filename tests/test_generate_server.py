@@ -278,7 +278,7 @@ def test_openai_client_gets_its_own_errors(server: tuple[str, Engine], client: o
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "king", "content": "a"}]}, 400, "role"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "content"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content"),
         ("/v1/chat/completions", {"messages": QUESTION, "top_logprobs": 2}, 400, "logprobs"),
         ("/v1/chat/completions", {"messages": QUESTION, "tools": [{"type": "function"}]}, 400, "tools"),
         ("/v1/chat/completions", {"messages": QUESTION, "temprature": 1}, 400, "temprature"),

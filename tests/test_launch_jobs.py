@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -145,7 +146,9 @@ def test_stopped_job_has_saved_and_continues_on_retry(project, log):
     assert log.retry("one")["attempts"] == 2
     while last_step(session) < before + 3:
         time.sleep(0.05)
-    assert f"resumed at step {before}" in (session / "log.txt").read_text()
+    resumed = re.search(r"resumed at step (\d+)", (session / "log.txt").read_text())
+    assert resumed is not None
+    assert int(resumed[1]) >= before  # the checkpoint of a stop may be later than the last row
     log.stop("one")
     until(log, "one", *FINAL)
 

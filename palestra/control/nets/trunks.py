@@ -191,7 +191,7 @@ class Trunk(nn.Module):
         if front is not None:
             x = front.forward(x)
         elif x.ndim != 2:
-            x = x.flatten(1)
+            x = x.flatten(1) if x.ndim > 2 else x[:, None]
         return x if mlp is None else mlp.forward(x)
 
 

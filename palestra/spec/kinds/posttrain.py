@@ -88,8 +88,7 @@ class AgentSpec(Model):
     command: list[str] | None = Field(default=None, min_length=1)
     """Program and arguments, started once per completion; the environment has base URLs, keys and PALESTRA_PROBLEM."""
     sandbox: bool = False
-    """Whether the command runs in namespaces of its own, without keys: reads all, writes in memory, reaches the gateway
-    alone. Linux, as root or with user namespaces."""
+    """Whether the command runs in namespaces of its own (Linux): it reads files and reaches the gateway alone."""
     function: Function | None = None
     """`agent(problem, url, key)`, sync or async, as module:function; runs in worker processes."""
     processes: Execution[int] = Field(default=1, ge=1)
