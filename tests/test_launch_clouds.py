@@ -91,7 +91,7 @@ def record(required: str = "", **properties):
 def rayjob_schema():
     """Of the fields that a manifest of ours has: names, types and what is required, as KubeRay's CRD says (ray.io/v1).
 
-    Written down from helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml, which no package ships; read 2026-11.
+    Reduced by hand from KubeRay's CRD (helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml); not the published file.
     """
     text, count = {"type": "string"}, {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1}
     texts = {"type": "object", "additionalProperties": text}
