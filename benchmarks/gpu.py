@@ -29,7 +29,7 @@ import generate_gpu
 
 from palestra.generate.engine.engine import Engine
 from palestra.generate.types import Generation
-from palestra.lm.batch import Batch, score
+from palestra.lm.batch import Batch, total_logprob
 from palestra.lm.engine import Loss, TrainEngine, compile_for_training
 from palestra.lm.model import Transformer
 from palestra.lm.moe import router_terms
@@ -160,8 +160,8 @@ def train(name: str, small: bool) -> float:
 
 
 def next_token(model: Transformer, batch: Batch) -> Loss:
-    scored = score(model, batch, entropy=False)
-    return Loss(-(scored.logprobs * batch.loss_mask).sum(), {}, router_terms(model, scored.router, batch))
+    total, router = total_logprob(model, batch)
+    return Loss(-total, {}, router_terms(model, router, batch))
 
 
 class Coin(Task[TaskArgs]):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from palestra.lm.batch import Batch, score
+from palestra.lm.batch import Batch, total_logprob
 from palestra.lm.engine import Loss, TrainEngine, compile_for_training
 from palestra.lm.model import Transformer
 from palestra.lm.optim import Optimizer
@@ -30,8 +30,7 @@ GROUP = 8
 
 
 def loss(model: Transformer, batch: Batch) -> Loss:
-    scored = score(model, batch, entropy=False)
-    return Loss(-(scored.logprobs * batch.loss_mask).sum(), {})
+    return Loss(-total_logprob(model, batch)[0], {})
 
 
 def ours(batch: int, *, prompt: int = 0, share: bool = True) -> Callable[[], None]:

@@ -15,10 +15,12 @@ from palestra.generate.engine.pages import PAGE, pages_for
 from palestra.generate.engine.sampler import uniform
 from palestra.generate.types import Request, Sampling, StopReason
 from palestra.lm.batch import Batch, score
-from palestra.lm.head import token_logprobs
+from palestra.lm.head import token_logprobs, weighted_logprob
 from palestra.lm.layers import rotate, swiglu
 from palestra.lm.model import Transformer
+from palestra.lm.optim import Optimizer
 from palestra.rl.kl import k3
+from palestra.spec.lm import AdamWSpec
 from palestra.spec.shape import Shape
 
 if torch.cuda.is_available():
@@ -209,6 +211,70 @@ def test_fused_head_and_its_gradients_equal_float64(dtype):
     bounds = (1e-5, 1e-5, 1e-4, 1e-4) if dtype == torch.float32 else (1e-5, 1e-4, 1e-2, 1e-2)
     for ours, exact, bound in zip(*results, bounds, strict=True):
         assert relative(ours.detach(), exact.detach()) < bound
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("heads", "kv", "dim", "width"), [(9, 3, 64, 1536), (2, 2, 8, 300), (14, 2, 64, 4864)])
+def test_gradients_of_our_kernels_equal_float64(heads, kv, dim, width, compiled):
+    from palestra.lm import kernels
+
+    draws = torch.Generator().manual_seed(0)
+    qkv, gate_up = torch.randn(37, heads + 2 * kv, dim, generator=draws), torch.randn(37, 2 * width, generator=draws)
+    angles, weights = torch.randn(37, dim // 2, generator=draws), torch.randn(37, heads + 2 * kv, dim, generator=draws)
+
+    def ours(qkv: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        turned = kernels.Turned.apply(qkv, angles.cos().cuda(), angles.sin().cuda(), heads)
+        return torch.cat(turned, dim=1), swiglu(gate_up)
+
+    def plain(qkv: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        turned = rotate(qkv[:, : heads + kv], angles.cos().double(), angles.sin().double())
+        return torch.cat([turned, qkv[:, heads + kv :]], dim=1), swiglu(gate_up)
+
+    results = []
+    for function, device, dtype in ((ours, "cuda", torch.bfloat16), (plain, "cpu", torch.float64)):
+        inputs = [t.bfloat16().to(device, dtype).requires_grad_() for t in (qkv, gate_up)]
+        function = torch.compile(function) if compiled and device == "cuda" else function
+        heads_out, gated = function(*inputs)
+        ((heads_out * weights.to(device)).sum() + gated.square().sum()).backward()
+        results.append([heads_out, gated, *(t.grad for t in inputs)])
+    for found, exact in zip(*results, strict=True):
+        assert relative(found.detach(), exact.detach()) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_head_of_weighted_tokens_equals_float64(dtype):
+    draws = torch.Generator().manual_seed(0)
+    hidden, unembed = torch.randn(300, 64, generator=draws), torch.randn(7000, 64, generator=draws) * 0.3
+    targets, weights = torch.randint(0, 7000, (300,), generator=draws), torch.rand(300, generator=draws)
+    results = []
+    for device, kind in (("cuda", dtype), ("cpu", torch.float64)):
+        h, w = (t.to(dtype).to(device, kind).requires_grad_() for t in (hidden, unembed))
+        total = weighted_logprob(h, w, targets.to(device), weights.to(device))
+        (total / 7).backward()
+        results.append((total, h.grad, w.grad))
+    bounds = (1e-6, 1e-4, 1e-4) if dtype == torch.float32 else (1e-5, 1e-2, 1e-2)
+    for ours, exact, bound in zip(*results, bounds, strict=True):
+        assert relative(ours.detach(), exact.detach()) < bound
+
+
+def test_optimizer_that_does_not_wait_moves_and_skips_as_on_the_cpu():
+    results = []
+    for device in ("cuda", "cpu"):
+        model = make(torch.float32).to(device)
+        optimizer = Optimizer(model, AdamWSpec(name="adamw", max_grad_norm=0.5), 10)
+        rows, draws = [], torch.Generator().manual_seed(0)
+        for step in range(6):
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=draws) * (1e-4 if step % 2 else 1.0)
+                parameter.grad = (noise * (float("nan") if step == 3 else 1.0)).to(device)
+            rows.append(optimizer.step(step / 10))
+        found = [[float(row[name]) for name in ("grad_norm", "skipped", "skipped_steps")] for row in rows]
+        weights = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
+        results.append((found, weights, optimizer.state()["skipped"]))
+    (ours, weights, skipped), (theirs, expected, also) = results
+    assert torch.tensor(ours).allclose(torch.tensor(theirs), rtol=1e-5, equal_nan=True)
+    assert skipped == also == 1
+    assert relative(weights, expected) < 1e-6
 
 
 @pytest.mark.parametrize("window", [None, 9])

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from palestra.lm import head
 from palestra.lm.batch import Batch, score
-from palestra.lm.head import chunk_rows, logits, token_logprobs
+from palestra.lm.head import chunk_rows, logits, token_logprobs, weighted_logprob
 from palestra.lm.model import Transformer
 from palestra.spec.shape import Shape
 
@@ -74,6 +74,25 @@ def test_token_logprobs_pass_gradcheck(entropy, monkeypatch):
         return token_logprobs(h, u, targets, 0.8, entropy=entropy)[: 1 + entropy]
 
     assert torch.autograd.gradcheck(results, (hidden, unembed), atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 25), st.integers(1, 30 * VOCAB), st.sampled_from([(True, True), (True, False), (False, True)]))
+def test_weighted_logprob_and_its_gradients_are_those_of_the_plain_sum(tokens, elements, wanted):
+    hidden, unembed, targets = inputs(tokens=tokens)
+    asked = [t for t, want in zip((hidden, unembed), wanted, strict=True) if want]
+    for tensor, want in zip((hidden, unembed), wanted, strict=True):
+        tensor.requires_grad_(want)
+    weights = torch.linspace(-1, 2, tokens, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head, "CHUNK_ELEMENTS", elements)
+        total = weighted_logprob(hidden, unembed, targets, weights)
+        found = [total, *torch.autograd.grad(total / 3, asked)]
+    plain = (naive(hidden, unembed, targets, 1.0)[0] * weights).sum()
+    for mine, theirs in zip(found, [plain, *torch.autograd.grad(plain / 3, asked)], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-11)
+    with torch.no_grad():
+        torch.testing.assert_close(weighted_logprob(hidden, unembed, targets, weights), plain.detach())
 
 
 @pytest.mark.parametrize("rows", [1, 5, 1000])

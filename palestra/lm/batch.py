@@ -12,7 +12,7 @@ from torch import Tensor
 from palestra.data.media import Image, rope_positions
 from palestra.lm import native
 from palestra.lm.attention import PackedAttention, Shared, TreeAttention, shared, spread
-from palestra.lm.head import token_logprobs
+from palestra.lm.head import token_logprobs, weighted_logprob
 from palestra.lm.layers import sent
 from palestra.lm.model import Attend, ModelOutput, Transformer
 from palestra.lm.vision import Seen
@@ -237,6 +237,21 @@ def score(model: Transformer, batch: Batch, *, temperature: float = 1.0, entropy
     if model.layout is not None:
         logprobs, entropies = model.layout.joined(logprobs), model.layout.joined(entropies)
     return Scored(logprobs, entropies, hidden, output.router)
+
+
+def total_logprob(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    """Σ loss weight · log p over the tokens, and the router's logits where there are experts.
+
+    What `score` would give, with the head computed once: the gradient of every token is known beforehand.
+    """
+    if model.layout is not None or model.vocabulary is not None:
+        scored = score(model, batch, entropy=False)
+        return (scored.logprobs * batch.loss_mask).sum(), scored.router
+    output, shared, _ = _computed(model, batch)
+    asked = batch.predicted
+    before = asked - 1 if shared is None else shared.place[asked - 1]
+    hidden, targets, weights = spread(output.hidden, before), batch.tokens[asked], batch.loss_mask[asked]
+    return weighted_logprob(hidden, model.unembed, targets, weights), output.router
 
 
 def _computed(model: Transformer, batch: Batch) -> tuple[ModelOutput, Shared | None, int]:

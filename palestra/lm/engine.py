@@ -111,8 +111,11 @@ class TrainEngine:
                 sums[name] = sums.get(name, 0.0) + value
         return self.ranks.sum(sums)
 
-    def optim_step(self, progress: float) -> dict[str, float]:
-        """Apply the gradient and forget it; `progress` is the fraction of the run that is done."""
+    def optim_step(self, progress: float) -> dict[str, Any]:
+        """Apply the gradient and forget it; `progress` is the fraction of the run that is done.
+
+        What it tells may still be tensors, to read which is to wait for the device.
+        """
         split_again(self.model)
         pipeline, norm = self.transformer.pipeline, None
         if pipeline is not None:
@@ -120,7 +123,7 @@ class TrainEngine:
             norm = pipeline.norm(self.optimizer.parameters)
         metrics = self.optimizer.step(progress, norm)
         load, self._load = self._load, None
-        if metrics["skipped"]:
+        if (load is None and self.ema is None) or metrics["skipped"]:
             return metrics
         if load is not None:
             update_bias(self.transformer, self.ranks.sum({"load": load})["load"])
@@ -171,7 +174,8 @@ class TrainEngine:
         """Optimizer and moving average, and the weights themselves where the average stands in the model's folder."""
         if self.ranks.size > 1:
             averaged = None if self.ema is None else self.ema.count
-            return {"skipped": self.optimizer.skipped, "averaged": averaged, "shards": self.ranks.keep(self._tensors())}
+            skipped = int(self.optimizer.skipped)
+            return {"skipped": skipped, "averaged": averaged, "shards": self.ranks.keep(self._tensors())}
         return {
             "optimiser": self.optimizer.state(),
             "ema": None if self.ema is None else self.ema.state(),

@@ -29,6 +29,16 @@ def token_logprobs(
     return _TokenLogprobs.apply(hidden, unembed, targets, temperature, entropy)
 
 
+def weighted_logprob(hidden: Tensor, unembed: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Σ weights · log p(target), in FP32; the weights (T) have no gradient.
+
+    What the backward pass needs is known here already: each chunk's logits are computed once, not twice.
+    """
+    if torch.is_grad_enabled():
+        return _WeightedLogprob.apply(hidden, unembed, targets, weights)
+    return (token_logprobs(hidden, unembed, targets, entropy=False)[0] * weights).sum()
+
+
 def chunk_rows(vocab: int, device: torch.device) -> int:
     """Tokens whose logits are computed together: four times as many on a GPU, to fill it."""
     return max(1, CHUNK_ELEMENTS * (4 if device.type == "cuda" else 1) // vocab)
@@ -124,12 +134,51 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 to_logits = _to_logits(scores, targets[part], entropies[part], of_logprob[part], of_h, ctx.temperature)
                 to_logits = to_logits.to(hidden.dtype)
-            if to_hidden is not None:
-                to_hidden[part] = _product(to_logits, weight)
-            if to_unembed is not None:
-                to_unembed += _product(to_logits.t(), hidden[part])  # the sum over chunks stays in FP32
+            _add_gradients(to_logits, hidden[part], weight, None if to_hidden is None else to_hidden[part], to_unembed)
         grad = None if to_unembed is None else to_unembed.to(unembed.dtype)
         return to_hidden, grad, None, None, None
+
+
+class _WeightedLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, unembed: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        wanted = ctx.needs_input_grad
+        to_hidden = torch.empty_like(hidden) if wanted[0] else None
+        to_unembed = torch.zeros_like(unembed, dtype=_sums(hidden)) if wanted[1] else None
+        logprobs = torch.empty(len(hidden), dtype=_sums(hidden), device=hidden.device)
+        weight, rows = unembed.to(_kept(hidden)), chunk_rows(len(unembed), hidden.device)
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            scores, asked, by = logits(hidden[part], weight), targets[part], weights[part].to(logprobs.dtype)
+            if hidden.is_cuda and TRITON:
+                from palestra.lm.kernels import softmax_rows, softmax_rows_backward
+
+                logprobs[part], normalizers, entropies = softmax_rows(scores, asked, 1.0)
+                saved = (asked, normalizers, entropies)
+                to_logits = softmax_rows_backward(scores, saved, by, None, 1.0, hidden.dtype)
+            else:
+                log_p = scores.log_softmax(-1)
+                logprobs[part] = log_p.gather(1, asked[:, None])[:, 0]
+                to_logits = log_p.exp_().mul_(-by[:, None]).scatter_add_(1, asked[:, None], by[:, None])
+                to_logits = to_logits.to(hidden.dtype)
+            _add_gradients(to_logits, hidden[part], weight, None if to_hidden is None else to_hidden[part], to_unembed)
+        ctx.save_for_backward(to_hidden, None if to_unembed is None else to_unembed.to(unembed.dtype))
+        return (logprobs * weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        to_hidden, to_unembed = (None if saved is None else saved * grads[0] for saved in ctx.saved_tensors)
+        return to_hidden, to_unembed, None, None
+
+
+def _add_gradients(
+    to_logits: Tensor, hidden: Tensor, weight: Tensor, to_hidden: Tensor | None, to_unembed: Tensor | None
+) -> None:
+    """Of a chunk's logits to its hidden states and to the matrix, where these are wanted."""
+    if to_hidden is not None:
+        to_hidden.copy_(_product(to_logits, weight))
+    if to_unembed is not None:
+        to_unembed += _product(to_logits.t(), hidden)  # the sum over chunks stays in FP32
 
 
 def _log_softmax(scores: Tensor, temperature: float) -> Tensor:

@@ -1,5 +1,7 @@
 """Triton kernels for the GPU: one launch, or one pass over the logits, where there would be many."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -35,7 +37,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """SiLU(gate) · up of the two halves of (T, 2F)."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, triton.next_power_of_2(width))
+    block = _block(width)
     _swiglu[(rows, triton.cdiv(width, block))](gate_up, out, width, block)
     return out
 
@@ -50,6 +52,102 @@ def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
     # SiLU is rounded before the product, as it is where PyTorch computes the two one after the other.
     silu = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty)
     tl.store(out + row * width + i, silu * up, mask=inside)
+
+
+class SwiGLU(torch.autograd.Function):
+    """`swiglu` with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return swiglu(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        out, (rows, width) = torch.empty_like(gate_up), grads[0].shape
+        block = _block(width)
+        grid = (rows, triton.cdiv(width, block))
+        _swiglu_backward[grid](grads[0].contiguous(), gate_up, out, width, block)
+        return out
+
+
+@triton.jit
+def _swiglu_backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < width
+    at = row * 2 * width + i
+    g = tl.load(grad + row * width + i, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + at + width, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    tl.store(out + at, (g * up * (sigmoid + silu * (1.0 - sigmoid))).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at + width, (g * silu).to(out.dtype.element_ty), mask=inside)
+
+
+def _block(width: int) -> int:
+    """Elements of a row that a program takes: a power of two that divides it, where a large one does."""
+    fits = width & -width
+    return min(1024, fits if fits >= 256 else triton.next_power_of_2(width))
+
+
+class Turned(torch.autograd.Function):
+    """Queries and keys, rotated, and values of (T, H + 2K, dim), each contiguous; and back, in one pass each."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        rows, both, dim = qkv.shape
+        kv = (both - heads) // 2
+        ctx.save_for_backward(cos, sin)
+        q, k, v = (torch.empty((rows, n, dim), dtype=qkv.dtype, device=qkv.device) for n in (heads, kv, kv))
+        _turn[(rows,)](qkv, q, k, v, cos, sin, heads, kv, dim // 2, triton.next_power_of_2(both * dim // 2), False)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (cos, sin), (q, k, v) = ctx.saved_tensors, (grad.contiguous() for grad in grads)
+        (rows, heads, dim), kv = q.shape, k.shape[1]
+        out = torch.empty((rows, heads + 2 * kv, dim), dtype=q.dtype, device=q.device)
+        block = triton.next_power_of_2((heads + 2 * kv) * dim // 2)
+        _turn[(rows,)](out, q, k, v, cos, sin, heads, kv, dim // 2, block, True)
+        return out, None, None, None
+
+
+@triton.jit
+def _turn(qkv, q, k, v, cos, sin, heads, kv, half, BLOCK: tl.constexpr, BACK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    head, place = i // half, i % half
+    is_q, is_k = head < heads, (head >= heads) & (head < heads + kv)
+    is_v = (head >= heads + kv) & (head < heads + 2 * kv)
+    c = tl.load(cos + row * half + place, mask=is_q | is_k, other=1.0)
+    s = tl.load(sin + row * half + place, mask=is_q | is_k, other=0.0)
+    both = qkv + row * (heads + 2 * kv) * 2 * half + head * 2 * half + place
+    to_q = q + row * heads * 2 * half + head * 2 * half + place
+    to_k = k + (row * kv - heads) * 2 * half + head * 2 * half + place
+    to_v = v + (row * kv - heads - kv) * 2 * half + head * 2 * half + place
+    if BACK:
+        first, second = tl.load(to_q, mask=is_q, other=0.0), tl.load(to_q + half, mask=is_q, other=0.0)
+        first += tl.load(to_k, mask=is_k, other=0.0) + tl.load(to_v, mask=is_v, other=0.0)
+        second += tl.load(to_k + half, mask=is_k, other=0.0) + tl.load(to_v + half, mask=is_v, other=0.0)
+        first, second, s = first.to(tl.float32), second.to(tl.float32), -s
+    else:
+        first = tl.load(both, mask=is_q | is_k | is_v, other=0.0).to(tl.float32)
+        second = tl.load(both + half, mask=is_q | is_k | is_v, other=0.0).to(tl.float32)
+    one = (first * c - second * s).to(qkv.dtype.element_ty)
+    other = (second * c + first * s).to(qkv.dtype.element_ty)
+    if BACK:
+        tl.store(both, one, mask=is_q | is_k | is_v)
+        tl.store(both + half, other, mask=is_q | is_k | is_v)
+    else:
+        tl.store(to_q, one, mask=is_q)
+        tl.store(to_q + half, other, mask=is_q)
+        tl.store(to_k, one, mask=is_k)
+        tl.store(to_k + half, other, mask=is_k)
+        tl.store(to_v, one, mask=is_v)
+        tl.store(to_v + half, other, mask=is_v)
 
 
 def softmax_rows(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

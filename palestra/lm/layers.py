@@ -125,6 +125,10 @@ def swiglu(gate_up: Tensor) -> Tensor:
         from palestra.lm import kernels
 
         return kernels.swiglu(gate_up)
+    if own_gradients(gate_up):
+        from palestra.lm import kernels
+
+        return kernels.SwiGLU.apply(gate_up)
     return _SwiGLU.apply(gate_up) if torch.is_grad_enabled() and not gate_up.is_cuda else _swiglu(gate_up)
 
 
@@ -132,6 +136,11 @@ def _fused(x: Tensor) -> bool:
     """Whether one kernel stands in for several: while generating on a GPU, where launches are what costs."""
     # torch.compile fuses by itself, and some versions cannot trace the last question.
     return x.is_cuda and TRITON and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
+def own_gradients(x: Tensor) -> bool:
+    """Whether our kernels compute forward and backward passes: torch.compile's read twice what they concatenate."""
+    return x.is_cuda and TRITON and torch.is_grad_enabled() and x.dtype != torch.float64
 
 
 def bilinear(gate_up: Tensor) -> Tensor:

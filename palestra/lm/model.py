@@ -21,6 +21,7 @@ from palestra.lm.layers import (
     geglu,
     gelu,
     local,
+    own_gradients,
     rotate,
     swiglu,
 )
@@ -78,15 +79,24 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
         """(T, D) → (T, D), or (N, D) for the N tokens that are wanted."""
-        qk, v = self.qkv(x).unflatten(-1, (-1, self.dim)).split([self.heads + self.kv, self.kv], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = self._normalized(qk, self.q_norm, self.k_norm)
-        qk = rotate(qk, cos, sin) if self.rotary else qk
-        q, k = qk.split([self.heads, self.kv], dim=1)
+        q, k, v = self._heads(self.qkv(x).unflatten(-1, (-1, self.dim)), cos, sin)
         q = q if self.query_scale is None else q * self.query_scale
         sinks = {} if self.sinks is None else {"sinks": local(self.sinks)}
         attended = attend(self.layer, q, k, v, self.window, **sinks).flatten(1)
         return self.o(attended if wanted is None else attended[wanted])
+
+    def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of (T, H + 2K, dim), normalized and rotated where they are to be."""
+        if self.rotary and self.q_norm is None and own_gradients(qkv):
+            from palestra.lm import kernels
+
+            return kernels.Turned.apply(qkv, cos, sin, self.heads)
+        qk, v = qkv.split([self.heads + self.kv, self.kv], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = self._normalized(qk, self.q_norm, self.k_norm)
+        qk = rotate(qk, cos, sin) if self.rotary else qk
+        q, k = qk.split([self.heads, self.kv], dim=1)
+        return q, k, v
 
     def _normalized(self, qk: Tensor, q_norm: nn.Module, k_norm: nn.Module) -> Tensor:
         """Queries and keys (T, H + K, dim), each head for itself or all together."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from palestra.data.mixture import Dataset, Mixture
 from palestra.data.store import Example
-from palestra.lm.batch import Batch, forward, score
+from palestra.lm.batch import Batch, forward, score, total_logprob
 from palestra.lm.engine import Loss, TrainEngine
 from palestra.lm.model import Transformer
 from palestra.lm.moe import router_terms
@@ -84,8 +84,8 @@ class NextToken(_Batches[Example]):
 
     def loss(self, model: Transformer, batch: Batch) -> Loss:
         """Summed negative log-likelihood, and what routers add where there are experts."""
-        scored = score(model, batch, entropy=False)
-        return Loss(-(scored.logprobs * batch.loss_mask).sum(), {}, router_terms(model, scored.router, batch))
+        total, router = total_logprob(model, batch)
+        return Loss(-total, {}, router_terms(model, router, batch))
 
     def _pack(self, examples: Sequence[Example]) -> Batch:
         return pack(examples)

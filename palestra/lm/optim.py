@@ -123,7 +123,9 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, spec: OptimSpec, steps: int, seed: int | None = None):
-        self.spec, self.steps, self.seed, self.skipped = in_fractions(spec, steps), steps, seed, 0
+        self.spec, self.steps, self.seed = in_fractions(spec, steps), steps, seed
+        self.skipped: float | Tensor = 0.0
+        """Steps of the run that were none, as the device counts them."""
         self.parameters = _trained(model, narrow=seed is not None)
         self.offload = isinstance(spec, AdamWSpec) and spec.offload
         bits = 8 if isinstance(spec, AdamWSpec) and spec.state == "8bit" else 32
@@ -132,33 +134,38 @@ class Optimizer:
         self.stacks = {name: Stack(p, torch.zeros_like(p), parts[name]) for name, p in muon.items()}
         adam = {name: p for name, p in self.parameters.items() if name not in parts}
         self.adam = {name: moments_of(p, bits, host=self.offload) for name, p in adam.items()}
+        plain = all(p.is_cuda and p.dtype == torch.float32 and part(p) is p for p in self.parameters.values())
+        self._ahead = plain and not self.stacks and not self.offload and bits == 32
+        """Whether the GPU decides by itself if a step is one: the host goes on to the next batch meanwhile."""
 
-    def step(self, progress: float, norm: Tensor | None = None) -> dict[str, float]:
+    def step(self, progress: float, norm: Tensor | None = None) -> dict[str, Any]:
         """One update of the weights, after which there are no gradients; `progress` of the run was done before it.
 
         Where the norm of the gradients is not finite, weights and state stay as they are (`skipped` is 1). `grad_norm`
-        is the norm before clipping, `skipped_steps` counts the run's skipped steps. `norm` is that of all gradients
-        where other ranks have other parameters.
+        is the norm before clipping, `skipped_steps` counts the run's skipped steps; on a GPU they may still be tensors,
+        to read which is to wait for it. `norm` is that of all gradients where other ranks have other parameters.
         """
         # A step takes the middle of what its schedule covers: no step is lost to a warm-up from 0 or a decay to 0.
         at = progress + 0.5 / self.steps
         schedules = {"lr": self.spec.lr} | ({"adam_lr": self.spec.adam_lr} if isinstance(self.spec, MuonSpec) else {})
         rates = {name: value(progress=at, **schedule.arguments()) for name, schedule in schedules.items()}
-        size = clip_gradients(list(self.parameters.values()), self.spec.max_grad_norm, norm)
-        if math.isfinite(size):
-            self._adam_step(rates.get("adam_lr", rates["lr"]), round(progress * self.steps))
+        parameters, most = list(self.parameters.values()), self.spec.max_grad_norm
+        norm = gradient_norm(parameters) if norm is None else norm
+        size = clip_ahead(parameters, most, norm) if self._ahead else clip_gradients(parameters, most, norm)
+        bad = (~size.isfinite()).float() if isinstance(size, Tensor) else float(not math.isfinite(size))
+        if isinstance(bad, Tensor) or not bad:
+            found = bad if isinstance(bad, Tensor) else None
+            self._adam_step(rates.get("adam_lr", rates["lr"]), round(progress * self.steps), found)
             if isinstance(self.spec, MuonSpec):
                 muon_step(list(self.stacks.values()), rates["lr"], self.spec)
-        else:
-            self.skipped += 1
-        for parameter in self.parameters.values():
+        for parameter in parameters:
             parameter.grad = None
-        skipped = {"skipped": float(not math.isfinite(size)), "skipped_steps": float(self.skipped)}
-        return {"grad_norm": size, **rates, **skipped}
+        self.skipped = self.skipped + bad
+        return {"grad_norm": size, **rates, "skipped": bad, "skipped_steps": self.skipped}
 
     @torch.no_grad()
-    def _adam_step(self, lr: float, update: int) -> None:
-        """AdamW; only parameters of two or more dimensions decay, and no biases.
+    def _adam_step(self, lr: float, update: int, bad: Tensor | None) -> None:
+        """AdamW; only parameters of two or more dimensions decay, and no biases. Nothing moves where `bad` is 1.
 
         By torch's function instead of `torch.optim.AdamW`, which imports torch._dynamo: 6 s on a slow core.
         """
@@ -181,7 +188,7 @@ class Optimizer:
                 at_once[decay].append([part(tensor) for tensor in (p, p.grad, *moments.values())])
         for decay, rows in at_once.items():
             params, grads, steps, means, squares = map(list, zip(*rows, strict=True)) if rows else ([],) * 5
-            adam(params, grads, means, squares, state_steps=steps, weight_decay=decay)
+            adam(params, grads, means, squares, state_steps=steps, weight_decay=decay, found_inf=bad)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """All that is remembered by the parameters' names, by what it is; what this rank has of it."""
@@ -196,7 +203,7 @@ class Optimizer:
         return {
             "adam": {name: {k: columns[k][name] for k in MOMENTS if name in columns[k]} for name in columns["step"]},
             "momentum": columns["momentum"],
-            "skipped": self.skipped,
+            "skipped": int(self.skipped),
         }
 
     @torch.no_grad()
@@ -263,16 +270,21 @@ class Ema:
 
 @torch.no_grad()
 def clip_gradients(parameters: Sequence[nn.Parameter], most: float | None, norm: Tensor | None = None) -> float:
-    """The norm of all gradients as one vector; where it is finite and above `most` they are scaled down to that.
-
-    Reading it is a step's only wait for the device.
-    """
+    """The norm of all gradients as one vector; where it is finite and above `most` they are scaled down to that."""
     norm = gradient_norm(parameters) if norm is None else norm
     size = norm.item()
     if most is not None and most < size < math.inf:
         for alike in _alike_split(parameters):
             nn.utils.clip_grads_with_norm_(alike, most, norm)
     return size
+
+
+def clip_ahead(parameters: Sequence[nn.Parameter], most: float | None, norm: Tensor) -> Tensor:
+    """The same without reading the norm: the host does not wait for the device."""
+    if most is not None:
+        scale = torch.where(norm > most, most / (norm + 1e-6), 1.0)  # as torch's own function does
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
+    return norm
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:

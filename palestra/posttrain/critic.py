@@ -59,7 +59,8 @@ class Critic:
     def learn(self, batch: Batch, progress: float) -> dict[str, float]:
         """One optimizer step on a (mini)batch of `with_advantages`; its metrics, under critic/."""
         sums = self.engine.forward_backward(batch, self._loss, value_denominator(batch))
-        row = value_averages(sums) | self.engine.optim_step(progress)
+        stepped = self.engine.optim_step(progress)
+        row = value_averages(sums) | {name: float(value) for name, value in stepped.items()}
         return {f"critic/{name}": value for name, value in row.items()}
 
     def state(self) -> dict[str, Any]:

@@ -258,8 +258,8 @@ class Distiller:
         sums = self.engine.forward_backward(batch, self._loss, max(1.0, float(len(batch.predicted))), between=between)
         sampled = {"kl_teacher": -float(gaps[own].mean())} if own.any() else {}
         unread = {"unread": float(batch.per_sequence["unread"].mean())}
-        row = {name: float(value) for name, value in sums.items()}
-        return row | sampled | unread | self.engine.optim_step(step / self.spec.train.steps)
+        stepped = self.engine.optim_step(step / self.spec.train.steps)
+        return {name: float(value) for name, value in (sums | stepped).items()} | sampled | unread
 
     def why_no_gradient(self, groups: Sequence[Group], row: dict[str, float]) -> str | None:
         zero = row.get("grad_norm") == 0.0

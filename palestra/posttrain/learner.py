@@ -84,13 +84,15 @@ class Learner:
         experts = self.engine.transformer.shape.moe is not None  # whose routers learn from every token
         trained = batch if experts else informative(batch, self.spec.algorithm)
         sums = self.engine.forward_backward(trained, self._loss, weight, between=between)
-        row = {"loss": float(sums["loss"]), **averages(sums)}
+        lesson = {}
         if self.auxiliary is not None:
             objective, share = self.auxiliary.objective, self.auxiliary.weight
             examples = objective.batch(update)
-            sums = self.engine.forward_backward(examples, objective.loss, objective.denominator(examples) / share)
-            row["sft/loss"] = float(sums["loss"]) / share
-        row |= self.engine.optim_step(progress)
+            told = self.engine.forward_backward(examples, objective.loss, objective.denominator(examples) / share)
+            lesson = {"sft/loss": told["loss"] / share}
+        stepped = self.engine.optim_step(progress)  # before anything is read: to read is to wait for the device
+        row = {"loss": float(sums["loss"]), **averages(sums)}
+        row |= {name: float(value) for name, value in (lesson | stepped).items()}
         if self.critic is not None:
             row |= self.critic.learn(batch, progress)
         return row
