@@ -24,7 +24,7 @@ from palestra.control.algorithms.base import AlgorithmParts
 from palestra.control.envs.stepping import Stepper
 from palestra.spec.kinds.control import ControlSpec
 
-UPDATES = 1000
+UPDATES = 500
 """Of SAC, in one call."""
 ENVS, HORIZON, EPOCHS, MINIBATCH = 8, 128, 4, 256
 """Of PPO."""
@@ -62,7 +62,7 @@ def ours(name: str, device: str, compile: str) -> Callable[[], int]:
     algorithm = {"name": "ppo", "horizon": HORIZON, "minibatch": MINIBATCH, "epochs": EPOCHS}
     net = {"trunk": "nature", "hidden": [512], "activation": "relu", "shared": True}
     if name == "sac":
-        algorithm = {"name": "sac", "horizon": 4000, "start": 4000, "batch": 256, "buffer": 10_000}
+        algorithm = {"name": "sac", "horizon": 4000, "start": 8000, "batch": 256, "buffer": 10_000}
         net = {"hidden": [256, 256], "activation": "relu"}
     spec = ControlSpec.model_validate(
         {"kind": "control", "name": name, "env": {"id": "noise", "num_envs": envs}, "algorithm": algorithm, "net": net,
@@ -73,7 +73,7 @@ def ours(name: str, device: str, compile: str) -> Callable[[], int]:
     learner: Any = ALGORITHMS[name](parts)
     learner.episodes.reset(0)
     if name == "sac":
-        learner.step(0.0)  # fills the memory
+        learner.step(0.0)  # fills the memory, and learns nothing yet
         return lambda: (learner.learn(UPDATES, 0.5), UPDATES)[1]
     rollout = learner.collect().to(learner.device)
 

@@ -99,3 +99,10 @@ class Masked(gym.Env):
         mask = np.zeros(3, np.int8)
         mask[self.steps % 3] = 1
         return np.array([self.steps], np.float32), {"action_mask": mask}
+
+
+class Wrapped(gym.Wrapper):
+    """A user's class that wraps an environment: its `metadata` is a property, until one is made."""
+
+    def __init__(self, length: int = 5):
+        super().__init__(Hanging(at=-1, length=length))

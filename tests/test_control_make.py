@@ -32,6 +32,12 @@ def test_import_path_of_a_class_makes_it_with_the_arguments():
     assert env.length == 9
 
 
+def test_import_path_of_a_wrapper_makes_it_with_the_arguments():
+    env = make_single(EnvSpec(id="hanging_envs:Wrapped", kwargs={"length": 9}), render_mode="rgb_array")
+    assert isinstance(env.unwrapped, Hanging)
+    assert env.unwrapped.length == 9
+
+
 def test_import_path_of_a_registered_id_makes_that():
     gym.register("Counted-v0", entry_point=lambda: Hanging(at=-1), max_episode_steps=4)
     env = make_single(EnvSpec(id="hanging_envs:Counted-v0"))

@@ -205,8 +205,10 @@ def _imported(spec: EnvSpec, kwargs: dict[str, Any]) -> gym.Env:
                 f"env.id: {module} has no environment {name!r}: expected a class or a function of that name, "
                 "or an id that the module registers"
             )
-        # A user's class need not accept render_mode.
-        wanted = kwargs if kwargs.get("render_mode") in getattr(made, "metadata", {}).get("render_modes", ()) else {}
+        # A user's class need not accept render_mode. Of a class that wraps another one `metadata` is a property.
+        metadata = getattr(made, "metadata", {})
+        modes = metadata.get("render_modes", ()) if isinstance(metadata, dict) else ()
+        wanted = kwargs if kwargs.get("render_mode") in modes else {}
         return _checked(spec, made(**{**spec.kwargs, **wanted}))
 
 
