@@ -162,6 +162,16 @@ def test_command_in_the_sandbox_that_is_killed_is_a_failure(lab):
     assert {one.verdict.status for one in completions(run)} == {Status.CORRECT}
 
 
+@CONFINED
+def test_command_in_the_sandbox_beyond_its_limits_is_a_failure_that_says_so(lab):
+    changes = sandboxed("hog")
+    changes["rollout__workflow"] |= {"limits": {"memory": 150}}
+    run = lab.run(**changes, rollout__failures=10)
+    assert rows_of(run)[-1]["fate/failed"] > 0
+    assert {one.verdict.status for one in completions(run)} == {Status.CORRECT}
+    assert "MiB of memory, and limits.memory is 150" in next(lab.root.glob("*/*/sessions/0/log.txt")).read_text()
+
+
 def test_machine_that_cannot_confine_is_refused_before_anything_is_trained(lab, monkeypatch):
     monkeypatch.setattr(confined, "ways", lambda *_: [])
     confined.possible.cache_clear()
@@ -202,6 +212,7 @@ def test_run_that_is_killed_takes_its_agents_with_it(lab):
         ({"command": ["x"], "function": "a:b"}, "either `command` or `function`"),
         ({"function": "gateway_agents:twice", "answer": "output"}, "returns its answer"),
         ({"function": "gateway_agents:twice", "sandbox": True}, "shares its worker process"),
+        ({"command": ["x"], "limits": {"tasks": 9}}, "expected with `sandbox: true`"),
         ({"function": "gateway_agents:twice", "port": 0}, "port"),
         ({"function": "gateway_agents:twice", "calls": "xml"}, "calls"),
     ],

@@ -54,7 +54,10 @@ def make_programs(spec: AgentSpec, gateway: Gateway) -> Programs:
     if not spec.command:
         return Functions(spec)
     commands = Commands(spec.command, spec.answer == "output")
-    return Confined(commands, gateway) if spec.sandbox else commands
+    if not spec.sandbox:
+        return commands
+    limits = confined.Limits() if spec.limits is None else confined.Limits(**spec.limits.model_dump())
+    return Confined(commands, gateway, limits)
 
 
 class Guarded:
@@ -139,16 +142,16 @@ def variables(problem: Mapping[str, Any], url: str, key: str) -> dict[str, str]:
 class Confined:
     """Commands in namespaces of their own: the gateway listens in each, at the address that it has outside."""
 
-    def __init__(self, commands: Commands, gateway: Gateway):
-        self._commands, self._gateway, self._own_users = commands, gateway, confined.possible()
+    def __init__(self, commands: Commands, gateway: Gateway, limits: confined.Limits):
+        self._commands, self._gateway = commands, gateway
+        self._settings: dict[str, Any] = {"own_users": confined.possible(), "limits": limits}
 
     async def ready(self) -> None: ...
 
     async def run(self, problem: Mapping[str, Any], url: str, key: str) -> str | None:
         ours, theirs = socket.socketpair()
-        line = confined.wrapped(
-            self._commands.command, theirs.fileno(), int(url.rpartition(":")[2]), own_users=self._own_users
-        )
+        port = int(url.rpartition(":")[2])
+        line = confined.wrapped(self._commands.command, theirs.fileno(), port, **self._settings)
         told = confined.environment() | variables(problem, url, key)
         program = asyncio.ensure_future(self._commands.started(line, told, theirs))
         server: asyncio.Server | None = None
