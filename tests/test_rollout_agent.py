@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,38 @@ def test_worker_killed_in_the_middle_costs_its_agents_alone_as_errors(lab):
     assert rows_of(run)[-1]["fate/trained"] == 8
     assert 29 <= len(completions(run)) < 32 or rows_of(run)[-1]["fate/failed"] > 0  # three were running
     assert all(one.verdict.status != Status.ERROR for one in completions(run))
+
+
+AT_EXIT = """
+import atexit, gc, time
+from palestra.rollout.agents.programs import Functions
+from palestra.rollout.event_loop import LoopThread
+from palestra.spec.kinds.posttrain import AgentSpec
+
+thread, held = LoopThread(), []
+
+async def begin():
+    held.append(Functions(AgentSpec(name="agent", function="gateway_agents:twice")))
+    await held[0].ready()
+
+def end():
+    worker = held[0]._workers[0]
+    held[0].close()
+    while not worker._reading.done():
+        time.sleep(0.01)
+    held.clear()
+    del worker
+    gc.collect()
+    thread.close()
+
+atexit.register(end)
+thread.start(begin()).result()
+"""
+
+
+def test_worker_that_ends_with_the_interpreter_leaves_no_complaint():
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], cwd=HERE, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def command(what: str) -> dict[str, Any]:

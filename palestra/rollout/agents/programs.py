@@ -290,7 +290,7 @@ class Worker:
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=1 << 26)
         for line in self._early:
             self._writer.write(line)
-        with suppress(ConnectionError):
+        with suppress(ConnectionError, ValueError):  # it may be killed in the middle of a line
             while line := await reader.readline():
                 result = json.loads(line)
                 self.loaded.set()
@@ -298,7 +298,8 @@ class Worker:
                     waiting.set_result(result)
         self.loaded.set()
         self._groups.kill(self._process.pid)
-        code = await asyncio.to_thread(self._process.wait)
+        while (code := self._process.poll()) is None:  # no thread may be started while the interpreter ends
+            await asyncio.sleep(0.01)
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(ProgramFailed(f"the worker of the agent {_death(code)}"))
