@@ -1,6 +1,8 @@
 """Post-training on images: killed and resumed, or replayed from its own rollouts, it ends with the same numbers."""
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 from test_generate_vision_server import TOKENIZER, engine
 from test_posttrain_kill import kill_at_random
 
+import palestra
 from palestra.lm.hf import save_pretrained
 
 
@@ -45,3 +48,16 @@ def test_run_with_images_replayed_from_its_rollouts_has_the_same_weights(lab: La
     assert all(row.media for record in rollouts_of(first) for row in record.group.trajectories)
     again = lab.run(**counting(lab, name="again", train__steps=4, rollout__replay=str(first.path)))
     assert_equal_trees(weights_of(again), weights_of(first))
+
+
+@pytest.mark.slow
+def test_model_with_eyes_learns_to_count_from_rewards(tmp_path: Path) -> None:
+    lessons, examples = tmp_path / "lessons.jsonl", Path(__file__).parent.parent / "examples" / "vision"
+    subprocess.run([sys.executable, str(examples / "lessons.py"), str(lessons)], check=True)
+    shared: dict[str, Any] = {"root": tmp_path / "runs", "quiet": True}
+    changes = [f"data.train.lessons.path={lessons}", "train.steps=34", "seed=1000"]
+    start = palestra.run(str(examples / "sft.yaml"), overrides=changes, **shared)
+    changes = [f"model.init={start.path}", "train.steps=100", "every.eval=100 steps", "seed=1000"]
+    run = palestra.run(str(examples / "grpo.yaml"), overrides=changes, **shared)
+    first, last = [row["eval/accuracy"] for row in run.metrics(1000) if "eval/accuracy" in row]
+    assert last >= 0.55 > 0.4 > first

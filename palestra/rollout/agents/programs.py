@@ -113,13 +113,14 @@ class Commands:
                 one.close()
         self._groups.add(process.pid)
         try:
-            reading = asyncio.gather(_head(process.stdout), _tail(process.stderr))
+            reading = asyncio.gather(_ends(process.stdout), _ends(process.stderr))
             code = await process.wait()
             self._groups.kill(process.pid)  # what it left running would hold its pipes open
-            printed, complaint = await reading
+            (printed, _), (_, said) = await reading
         finally:
             self._groups.kill(process.pid)
         if code != 0:
+            complaint = said.decode(errors="replace").strip().rpartition("\n")[2][-300:]
             raise ProgramFailed(f"the agent {_death(code)}{f': {complaint}' if complaint else ''}")
         return printed.decode(errors="replace").strip() if self._output else None
 
@@ -181,20 +182,12 @@ async def _readable(connection: socket.socket) -> None:
         loop.remove_reader(connection)
 
 
-async def _head(stream: asyncio.StreamReader | None) -> bytes:
-    """The beginning of what is printed; all of it is read, so that nobody waits."""
-    kept = b""
+async def _ends(stream: asyncio.StreamReader | None) -> tuple[bytes, bytes]:
+    """The beginning and the end of what is printed; all of it is read, so that nobody waits."""
+    head = tail = b""
     while stream is not None and (data := await stream.read(1 << 16)):
-        kept += data[: OUTPUT_BYTES - len(kept)]
-    return kept
-
-
-async def _tail(stream: asyncio.StreamReader | None) -> str:
-    """The last line of what is printed."""
-    kept = b""
-    while stream is not None and (data := await stream.read(1 << 16)):
-        kept = (kept + data)[-2000:]
-    return kept.decode(errors="replace").strip().rpartition("\n")[2][-300:]
+        head, tail = head + data[: OUTPUT_BYTES - len(head)], (tail + data)[-2000:]
+    return head, tail
 
 
 def _death(code: int) -> str:
