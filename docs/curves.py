@@ -1,19 +1,22 @@
-"""Draws learning curves: every preset from one model, TD3, off-policy parts, two agents, and the games of the examples.
+"""Draws learning curves: every preset from one model, TD3, off-policy parts, agents, images, and the examples' games.
 
-    python docs/curves.py [presets] [td3] [off_policy] [agents] [games] [--seeds 1] [--folder .bench/curves]
+    python docs/curves.py [presets] [td3] [off_policy] [agents] [vision] [games] [--seeds 1] [--folder .bench/curves]
 
 `presets` trains the quickstart's model on sums with each preset and draws `eval/accuracy`, a panel each; `agents`
-trains the search agent and the tool user with seeds 100 to 102, and with shuffled rewards. Runs that are in the folder
-already are drawn as they are, so that an interrupted call continues. The other control algorithms have the plots of
-`palestra bench --table`. `games` draws the runs that docs/environments.md says how to make.
+trains the search agent and the tool user with seeds 100 to 102, and with shuffled rewards, `vision` the model that
+counts shapes. Runs that are in the folder already are drawn as they are, so that an interrupted call continues. The
+other control algorithms have the plots of `palestra bench --table`. `games` draws the runs that docs/environments.md
+says how to make.
 """
 
 import argparse
 import shutil
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import palestra
 from palestra.errors import UsageError
@@ -120,6 +123,25 @@ def games(given: argparse.Namespace) -> Path:
     return path
 
 
+def controlled(panel: Any, spec: Path, name: str, start: Callable[[int], Run], given: argparse.Namespace) -> None:
+    """Held-out accuracy over steps of each seed, and in gray with shuffled rewards, from the model of a start."""
+    for kind, color, label in (("control", "0.6", "shuffled rewards"), ("rewards", "tab:blue", "rewards")):
+        control = ["control=shuffled_rewards"] if kind == "control" else []
+        for seed in SEEDS:
+            settings = (f"model.init={start(seed).path}", f"seed={seed}", *control)
+            run = trained(spec, f"{name}_{kind}_{seed}", given, *settings)
+            rows = [row for row in run.metrics(seed) if "eval/accuracy" in row]
+            curve = [row["eval/accuracy"] for row in rows]
+            rewards = [row["reward"] for row in run.metrics(seed) if "reward" in row]
+            ends = f"sampled {fmean(rewards[:10]):.2f} → {fmean(rewards[-10:]):.2f}"
+            print(name, kind, seed, *(f"{value:.3f}" for value in curve), ends, flush=True)
+            mark = {"color": color, "marker": "o", "markersize": 3, "label": label if seed == SEEDS[0] else None}
+            panel.plot([row["step"] for row in rows], curve, **mark)
+    panel.set_title(str(spec.relative_to(ROOT)), fontsize=10)
+    panel.set(xlabel="step", ylim=(0, 1.02))
+    panel.legend(frameon=False)
+
+
 def agents(given: argparse.Namespace) -> Path:
     """Held-out accuracy of the search agent and of the tool user over steps, with controls that must not learn."""
     sys.path.insert(0, str(ROOT))  # where the agents are imported from
@@ -129,21 +151,27 @@ def agents(given: argparse.Namespace) -> Path:
         import_module(f"examples.agents.{name}.lessons").write_lessons(lessons)
         data = f"data.train.lessons.path={lessons}"
         start = trained(folder / "sft.yaml", f"{name}_start", given, data, "seed=1000")
-        for kind, color in (("control", "0.6"), ("rewards", "tab:blue")):
-            control = ["control=shuffled_rewards"] if kind == "control" else []
-            for seed in SEEDS:
-                settings = (f"model.init={start.path}", f"seed={seed}", *control)
-                run = trained(folder / "rl.yaml", f"{name}_{kind}_{seed}", given, *settings)
-                rows = [row for row in run.metrics(seed) if "eval/accuracy" in row]
-                curve = [row["eval/accuracy"] for row in rows]
-                print(name, kind, seed, *(f"{value:.2f}" for value in curve), flush=True)
-                label = {"control": "shuffled rewards", "rewards": "rewards"}[kind] if seed == SEEDS[0] else None
-                panel.plot([row["step"] for row in rows], curve, color=color, marker="o", markersize=3, label=label)
-        panel.set_title(f"examples/agents/{name}", fontsize=10)
-        panel.set_xlabel("step")
-        panel.legend(frameon=False)
+        controlled(panel, folder / "rl.yaml", name, lambda _, start=start: start, given)
     figure.supylabel("held-out accuracy, greedy", fontsize=10)
     path = IMAGES / "agents.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def vision(given: argparse.Namespace) -> Path:
+    """Held-out accuracy in counting shapes over steps; every seed has a start of its own."""
+    sys.path.insert(0, str(ROOT))
+    folder, lessons = ROOT / "examples" / "vision", given.folder / "shapes.jsonl"
+    import_module("examples.vision.lessons").write_lessons(lessons)
+
+    def start(seed: int) -> Run:
+        settings = (f"data.train.lessons.path={lessons}", "train.steps=34", f"seed={seed}")
+        return trained(folder / "sft.yaml", f"shapes_start_{seed}", given, *settings)
+
+    figure = new_figure(6.0, 3.4)
+    controlled(figure.subplots(), folder / "grpo.yaml", "shapes", start, given)
+    figure.supylabel("held-out accuracy, greedy", fontsize=10)
+    path = IMAGES / "vision.png"
     figure.savefig(path, dpi=120)
     return path
 
@@ -167,7 +195,8 @@ def off_policy(given: argparse.Namespace) -> Path:
 
 
 def main() -> None:
-    drawn = {"presets": presets, "td3": td3, "off_policy": off_policy, "agents": agents, "games": games}
+    functions = (presets, td3, off_policy, agents, vision, games)
+    drawn = {function.__name__: function for function in functions}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", nargs="*", help=f"{', '.join(drawn)}; by default all but games")
     parser.add_argument("--steps", type=int, default=24)

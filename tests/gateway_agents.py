@@ -96,8 +96,12 @@ if __name__ == "__main__":
     asked = json.loads(os.environ["PALESTRA_PROBLEM"])
     assert os.environ["OPENAI_BASE_URL"] == f"{os.environ['ANTHROPIC_BASE_URL']}/v1"
     said = chat(address, secret, [{"role": "user", "content": asked["prompt"]}])
-    if sys.argv[1] == "die" and hash(said) is not None and asked["id"].endswith(("1", "3", "5", "7", "9")):
+    odd = asked["id"].endswith(("1", "3", "5", "7", "9"))
+    if sys.argv[1] == "die" and hash(said) is not None and odd:
         os.kill(os.getpid(), signal.SIGKILL)
+    kept = []
+    while sys.argv[1] == "hog" and odd:
+        kept.append(bytearray(b"x") * (1 << 20))
     if sys.argv[1] == "confined":
         port, folder = os.environ["LANG"].split(" ", 1)
         for escape in (lambda: socket.create_connection(("127.0.0.1", int(port))), lambda: Path(folder, "x").touch()):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.rollout.workflows import single_turn
+from palestra.tasks.sets.shapes import CountShapes
 from palestra.tasks.task import Completion, Problem, Status, Task, TaskArgs, Verdict
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -70,6 +71,14 @@ class Halves(Letters):
     def verdict(self, problem: Problem, text: str) -> Verdict:
         score = float(problem.row["place"] % 2)
         return Verdict(score, Status.CORRECT if score else Status.WRONG)
+
+
+class Pictures(CountShapes):
+    """Pictures of shapes; an answer is right as one to `Letters` is."""
+
+    def verify(self, problem: Problem, completion: Completion) -> Verdict:
+        right = completion.text[:1].lower() in ALPHABET[:13]
+        return Verdict(float(right), Status.CORRECT if right else Status.WRONG)
 
 
 async def _later(verdict: Verdict, most: float) -> Verdict:

@@ -22,7 +22,7 @@ from tiny_server import ALPHABET, CONTEXT, KEY, NAME, TOKENIZER, serving, tiny_e
 from palestra.data.chat import encode_chat
 from palestra.generate.client import SamplingBody
 from palestra.generate.engine.engine import Engine, PromptTooLong
-from palestra.generate.serve import server as server_module
+from palestra.generate.serve import listen
 from palestra.generate.serve.gate import Counter, Gate, Histogram
 from palestra.generate.serve.openai import HARMLESS, UNSUPPORTED, token_text
 from palestra.generate.types import Generation, Request, Sampling
@@ -483,7 +483,7 @@ def test_control_without_a_key_from_another_machine_is_refused() -> None:
 
 
 def test_headers_that_do_not_come_end_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(listen, "HEADER_SECONDS", 0.2)
     whole = f"GET /health HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
     with serving() as (address, _):
         port = int(address.rpartition(":")[2])

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,38 @@ def test_worker_killed_in_the_middle_costs_its_agents_alone_as_errors(lab):
     assert all(one.verdict.status != Status.ERROR for one in completions(run))
 
 
+AT_EXIT = """
+import atexit, gc, time
+from palestra.rollout.agents.programs import Functions
+from palestra.rollout.event_loop import LoopThread
+from palestra.spec.kinds.posttrain import AgentSpec
+
+thread, held = LoopThread(), []
+
+async def begin():
+    held.append(Functions(AgentSpec(name="agent", function="gateway_agents:twice")))
+    await held[0].ready()
+
+def end():
+    worker = held[0]._workers[0]
+    held[0].close()
+    while not worker._reading.done():
+        time.sleep(0.01)
+    held.clear()
+    del worker
+    gc.collect()
+    thread.close()
+
+atexit.register(end)
+thread.start(begin()).result()
+"""
+
+
+def test_worker_that_ends_with_the_interpreter_leaves_no_complaint():
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], cwd=HERE, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def command(what: str) -> dict[str, Any]:
     workflow = {"name": "agent", "command": [sys.executable, str(HERE / "gateway_agents.py"), what], "answer": "output"}
     changes = {"rollout__workflow": workflow, "rollout__group": 2, "train__steps": 1, "train__prompts_per_step": 2}
@@ -162,6 +195,16 @@ def test_command_in_the_sandbox_that_is_killed_is_a_failure(lab):
     assert {one.verdict.status for one in completions(run)} == {Status.CORRECT}
 
 
+@CONFINED
+def test_command_in_the_sandbox_beyond_its_limits_is_a_failure_that_says_so(lab):
+    changes = sandboxed("hog")
+    changes["rollout__workflow"] |= {"limits": {"memory": 150}}
+    run = lab.run(**changes, rollout__failures=10)
+    assert rows_of(run)[-1]["fate/failed"] > 0
+    assert {one.verdict.status for one in completions(run)} == {Status.CORRECT}
+    assert "MiB of memory, and limits.memory is 150" in next(lab.root.glob("*/*/sessions/0/log.txt")).read_text()
+
+
 def test_machine_that_cannot_confine_is_refused_before_anything_is_trained(lab, monkeypatch):
     monkeypatch.setattr(confined, "ways", lambda *_: [])
     confined.possible.cache_clear()
@@ -202,6 +245,7 @@ def test_run_that_is_killed_takes_its_agents_with_it(lab):
         ({"command": ["x"], "function": "a:b"}, "either `command` or `function`"),
         ({"function": "gateway_agents:twice", "answer": "output"}, "returns its answer"),
         ({"function": "gateway_agents:twice", "sandbox": True}, "shares its worker process"),
+        ({"command": ["x"], "limits": {"tasks": 9}}, "expected with `sandbox: true`"),
         ({"function": "gateway_agents:twice", "port": 0}, "port"),
         ({"function": "gateway_agents:twice", "calls": "xml"}, "calls"),
     ],

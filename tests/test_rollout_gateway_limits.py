@@ -178,7 +178,7 @@ def connections_of(lab: Lab) -> int:
 
 
 def test_a_thousand_connections_half_open_leave_others_untouched_and_are_closed(lab, monkeypatch):
-    monkeypatch.setattr("palestra.generate.serve.server.HEADER_SECONDS", 3.0)
+    monkeypatch.setattr("palestra.generate.serve.listen.HEADER_SECONDS", 3.0)
     session, (host, port) = lab.session(), lab.gateway._socket.getsockname()
     with contextlib.ExitStack() as stack:
         for number in range(1000):
@@ -191,7 +191,7 @@ def test_a_thousand_connections_half_open_leave_others_untouched_and_are_closed(
 
 
 def test_client_that_does_not_read_is_disconnected_and_holds_nothing(monkeypatch):
-    monkeypatch.setattr("palestra.generate.serve.server.STALL_SECONDS", 0.5)
+    monkeypatch.setattr("palestra.generate.serve.listen.STALL_SECONDS", 0.5)
     with gateway_of(lambda prompt, sample: "a" * 3000 + "<|im_end|>") as lab:
         slow, quick = lab.session(context=20_000, sampling=None), lab.session()
         body = json.dumps({**CHAT, "stream": True, "n": 40}).encode()

@@ -23,7 +23,7 @@ def gateway_soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, "gateway_soak", module)
     spec.loader.exec_module(module)
     for name in ("HEADER_SECONDS", "STALL_SECONDS"):
-        monkeypatch.setattr(f"palestra.generate.serve.server.{name}", 0.5)
+        monkeypatch.setattr(f"palestra.generate.serve.listen.{name}", 0.5)
     for name, number in MANY.items():
         monkeypatch.setattr(module, name.upper(), number)
     return module

@@ -68,10 +68,11 @@ def crafted(path: Path) -> list[dict[str, Any]]:
         }  # fmt: skip
         return row | changes
 
-    def group(number: int, prompt: Any, *trajectories: dict[str, Any], **row: Any) -> dict[str, Any]:
+    def group(number: int, prompt: Any, *trajectories: dict[str, Any], media: Any = None, **row: Any) -> dict[str, Any]:
         problem = {"id": f"crafted/train/{number}", "prompt": prompt, "row": {"answer": "36"} | row}
         about = {"number": 1000 + number, "step": 41, "fate": "trained", "version": 40, "seconds": 1.5}
-        return {**about, "problem": problem, "asked": len(trajectories), "trajectories": list(trajectories)}
+        about |= {"problem": problem, "asked": len(trajectories), "media": media}
+        return {**about, "trajectories": list(trajectories)}
 
     tool = trajectory(1.0, ("<calculator>12*3</calculator>", 1), ("<result>36</result>", 0), ("It is 36", 1))
     image = [{"type": "image_url", "image_url": {"url": url}} for url in (PIXEL, "https://example.com/x.png")]
@@ -79,10 +80,11 @@ def crafted(path: Path) -> list[dict[str, Any]]:
         {"role": "system", "content": "Look closely"},
         {"role": "user", "content": [*image, {"text": "How many?"}]},
     ]
+    looked = trajectory(1.0, ("more", 1), ("zz, zzz: ", 0), ("one", 1), media=[["d", 9], ["e", 13]])
     marked = trajectory(0.0, (HOSTILE, 1), verdict={"score": 0.0, "status": "wrong", "note": HOSTILE})
     return [
         group(0, "12*3=", tool, trajectory(0.0, ("I guess 35", 1))),
-        group(1, messages, trajectory(0.0, ("two", 1)), trajectory(1.0, ("one", 1))),
+        group(1, messages, trajectory(0.0, ("two", 1)), looked, media={"d": PIXEL, "e": "https://example.com/y.png"}),
         group(2, HOSTILE, marked, trajectory(1.0, ("plain", 1)), html=HOSTILE, answer=HOSTILE),
         group(3, "go on", trajectory(0.0, ("ab " * 500, 1), stop_reason="length")),
     ]
@@ -220,7 +222,9 @@ def test_markup_and_hidden_characters_are_text_and_only_own_images_are_loaded(pa
     show(page, folder, step=41)
     page.keys("j")
     group_shown(page, "crafted/train/1")
-    assert page.run("return [...document.querySelectorAll('.ro-image')].map((one) => one.src)") == [PIXEL]
+    assert page.run("return [...document.querySelectorAll('.ro-image')].map((one) => one.src)") == [PIXEL] * 2
+    assert page.texts(".ro-row .small")[2] == "<image> <image> How many?"
+    assert page.texts(".ro-part.context .ro-text") == [", : "]  # an image stands for its tokens
     assert "Look closely" in page.texts(".ro-box")[0]
     assert "How many?" in page.texts(".ro-box")[0]
     page.keys("j")

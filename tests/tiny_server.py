@@ -13,7 +13,8 @@ import uvicorn
 from palestra.data.tokenizers import Tokenizer, character_tokenizer
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
-from palestra.generate.serve.server import PromptHeaders, create_app
+from palestra.generate.serve.listen import uvicorn_config
+from palestra.generate.serve.server import create_app
 from palestra.lm.model import Transformer
 from palestra.spec.shape import Shape
 
@@ -52,16 +53,7 @@ def tiny_engine(**settings: Any) -> Engine:
 def running(app: Any, port: int = 0) -> Iterator[str]:
     """The address of a real uvicorn server of an application, in a thread."""
     with socket.create_server(("127.0.0.1", port)) as listening:
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                http=PromptHeaders,
-                log_level="warning",
-                ws="none",
-                timeout_graceful_shutdown=5,
-                timeout_keep_alive=75,
-            )
-        )
+        server = uvicorn.Server(uvicorn_config(app))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

@@ -77,7 +77,8 @@ def shown(prompt: Any) -> str:
     """A prompt as text: of a conversation the last message."""
     content = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
     parts = content if isinstance(content, list) else [{"text": content}]
-    return " ".join(part["text"] for part in parts if isinstance(part.get("text"), str))
+    texts = ("<image>" if "image" in str(part.get("type")) else part.get("text") for part in parts)
+    return " ".join(text for text in texts if isinstance(text, str))
 
 
 @dataclass(frozen=True)

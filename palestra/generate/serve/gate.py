@@ -3,23 +3,34 @@
 import asyncio
 import hmac
 import json
+import logging
 import time
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from palestra.errors import PalestraError, UsageError
+from palestra.generate.engine.request import EngineFailed, PromptTooLong, QueueFull
 from palestra.generate.serve.openai import ApiError
 from palestra.work.hosts import LOOPBACK, from_other_site, host_of
 
+log = logging.getLogger("palestra.generate.serve")
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+MAX_BODY_BYTES = 4 << 20
+
+
+def most_bytes(images: bool) -> int:
+    """Of a request's body by default; a model that reads images gets longer ones."""
+    return 32 << 20 if images else MAX_BODY_BYTES
 
 
 class ClientGone(Exception):
@@ -29,6 +40,53 @@ class ClientGone(Exception):
 def event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event. In ASCII: readers of lines take more than a line feed for the end of one."""
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+
+
+def explained(error: BaseException) -> ApiError:
+    """An error as the client sees it; one that is not a refusal also goes to the log, with its traceback."""
+    match error:
+        case ApiError():
+            return error
+        case ClientGone():
+            return ApiError(499, "The client is gone")  # no one reads it
+        case HTTPException():
+            code = "request_too_large" if error.status_code == 413 else None
+            return ApiError(error.status_code, str(error.detail), code=code)
+        case ValidationError():
+            return invalid_body([{**one, "loc": ("body", *one["loc"])} for one in error.errors()])
+        case EngineFailed():
+            return ApiError(503, f"The engine has failed, and every request with it: {error}", kind="server_error")
+        case PromptTooLong():
+            return ApiError(400, str(error), code="context_length_exceeded")
+        case QueueFull():
+            return ApiError(429, str(error), kind="rate_limit_error", code="queue_full")
+        case UsageError():
+            return ApiError(400, str(error))
+    log.error("a request failed", exc_info=error)
+    message = str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"
+    return ApiError(500, message, kind="server_error")
+
+
+EXPLAINED: tuple[type[Exception], ...] = (
+    ApiError,
+    ClientGone,
+    HTTPException,
+    ValidationError,
+    PalestraError,
+    Exception,
+)
+"""By name: Starlette looks for the handler of an error's own class and of those above it."""
+
+
+def invalid_body(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first field that is wrong, and what it should be; a union has a problem for each of its types."""
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"The body is not valid JSON: {first['ctx']['error']} at character {first['loc'][1]}")
+    parts = [part for part in first["loc"][1:] if part != "str"]  # the type of a union that was tried
+    path = [str(part) for part in parts if isinstance(part, int) or part.isidentifier()]
+    expected = dict.fromkeys(str(problem["msg"]) for problem in problems if problem["loc"][:2] == first["loc"][:2])
+    return ApiError(400, f"{'.'.join(path) or 'The body'}: {'; or '.join(expected)}", param=path[0] if path else None)
 
 
 def error_response(error: ApiError) -> Response:

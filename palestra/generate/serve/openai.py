@@ -23,6 +23,9 @@ UNSUPPORTED: dict[str, Any] = {
     "reasoning_effort": None, "suffix": "", "tool_choice": "none", "tools": [], "verbosity": None,
     "web_search_options": None,
 }  # fmt: skip
+# Called the same here.
+SAME = ("temperature", "top_p", "min_p", "ignore_eos", "seed", "logit_bias",
+        "repetition_penalty", "frequency_penalty", "presence_penalty")  # fmt: skip
 # What a chat template gets from the server itself.
 RESERVED = frozenset({"messages", "tools", "tokenizer", "add_generation_prompt"})
 # OpenAI's stand-in for a log-probability of minus infinity, which JSON cannot say.
@@ -149,21 +152,13 @@ class Options(BaseModel):
 
     def _sampling(self, max_new_tokens: int, alternatives: int) -> Sampling:
         return Sampling(
-            temperature=self.temperature,
+            **{name: getattr(self, name) for name in SAME},
             top_k=self.top_k if self.top_k > 0 else None,
-            top_p=self.top_p,
-            min_p=self.min_p,
             max_new_tokens=max_new_tokens,
             min_new_tokens=self.min_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop),
             stop_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            seed=self.seed,
             logprobs=alternatives,
-            logit_bias=self.logit_bias,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
             guide=self._guide(),
         )
 

@@ -1,26 +1,22 @@
 """The HTTP server: OpenAI's endpoints, tokens in and out, new weights, and how it is doing."""
 
 import asyncio
-import signal
-import socket
-import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from palestra.data.chat import encode_chat
 from palestra.data.media import Image
 from palestra.data.tokenizers import Tokenizer
-from palestra.errors import MissingExtra, PalestraError, UsageError
+from palestra.errors import MissingExtra, UsageError
 from palestra.generate.client import MOST_SAMPLES, GenerateBody, StrictBody, result_json
 from palestra.generate.engine.engine import Engine
 from palestra.generate.engine.request import EngineFailed, PromptTooLong
 from palestra.generate.local import LocalGenerator
-from palestra.generate.serve import gate
+from palestra.generate.serve import gate, listen
 from palestra.generate.serve.images import fetched
 from palestra.generate.serve.openai import ApiError, ChatBody, CompletionBody, Reply
 from palestra.generate.serve.service import Service, read_safetensors, read_weights
@@ -29,28 +25,15 @@ from palestra.generate.types import Request
 from palestra.work.hosts import LOOPBACK
 
 try:
-    import h11
-    import uvicorn
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
     from fastapi.requests import Request as HttpRequest
     from fastapi.responses import JSONResponse, PlainTextResponse, Response
-    from starlette.exceptions import HTTPException
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise MissingExtra("The server", "serve") from error
 
 
-MAX_BODY_BYTES = 4 << 20
-MAX_IMAGES_BYTES = 32 << 20
-"""Of a request to a model that reads images."""
 MAX_CONCURRENT = 1024
-HEADER_SECONDS = 10.0
-"""How long the headers of a request may take to come."""
-STALL_SECONDS = 60.0
-"""How long a client may read nothing of its response."""
-# How long requests may run after a stop signal before they are aborted.
-GRACE_SECONDS = 5.0
 
 
 class UpdateBody(StrictBody):
@@ -87,14 +70,12 @@ def create_app(
     service = Service(generator, max_concurrent=max_concurrent)
     app = FastAPI(title="Palestra", docs_url=None, redoc_url=None)
     app.state.service = service
-    if max_body_bytes is None:
-        max_body_bytes = MAX_BODY_BYTES if engine.model.shape.vision is None else MAX_IMAGES_BYTES
     # Weights are sent in FP32 at most, and the header of the file is small.
     upload_bytes = 4 * engine.model.shape.parameters() + (1 << 20)
     app.add_middleware(
         gate.Gate,
         api_key=api_key,
-        max_body_bytes=max_body_bytes,
+        max_body_bytes=max_body_bytes or gate.most_bytes(engine.model.shape.vision is not None),
         max_body_bytes_of={"PUT /update_weights": upload_bytes},
         allowed_hosts=allowed_hosts,
         requests=service.requests,
@@ -281,148 +262,29 @@ def serve_engine(
     image_urls: bool = False,
     **limits: Any,
 ) -> None:
-    """Serve an engine until SIGINT or SIGTERM; port 0 takes one that is free. Limits are those of `create_app`.
-
-    Requests must name one of `allowed_hosts`; without any, a loopback name on loopback, and any name elsewhere.
-
-    After the signal requests have a few seconds to finish; then they are aborted and return what they have.
-    """
+    """Serve an engine until SIGINT or SIGTERM; port 0 takes one that is free. Limits are those of `create_app`."""
     if engine.tokenizer is None:
         raise UsageError(f"{name} has no tokenizer, which a server of text needs: put its tokenizer.json in its folder")
-    with bound(host, port) as listening, LocalGenerator(engine, drive="thread") as generator:
+    with listen.bound(host, port) as listening, LocalGenerator(engine, drive="thread") as generator:
         app = create_app(
             generator,
             engine.tokenizer,
             model_name=name,
             api_key=api_key,
-            allowed_hosts=allowed_hosts or (LOOPBACK if host in LOOPBACK else ()),
+            allowed_hosts=listen.hosts_of(host, allowed_hosts),
             image_urls=image_urls,
             **limits,
         )
-        config = uvicorn.Config(
-            app,
-            http=PromptHeaders,
-            log_level="warning",
-            access_log=False,
-            ws="none",
-            lifespan="off",
-            # Clients give up idle connections first, so that none is used while it is being closed here.
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=round(2 * GRACE_SECONDS),
-        )
-        port = listening.getsockname()[1]
-        if api_key is None and host not in LOOPBACK:
-            open_to = f"warning: anyone who can reach {host} port {port} can use this model"
-            print(f"{open_to}. Give --api-key or PALESTRA_API_KEY.", file=sys.stderr)
-        print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C stops)", flush=True)
-        StoppingServer(config, app.state.service.abort_all).run(sockets=[listening])
-
-
-class PromptHeaders(H11Protocol):
-    """HTTP with deadlines: a connection that never completes its headers, or never reads, would stay open forever."""
-
-    _stalled: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._late = self.loop.call_later(HEADER_SECONDS, transport.close)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        state = self.conn.their_state
-        if state is not h11.IDLE:
-            self._late.cancel()
-        elif self._late.cancelled():
-            self._late = self.loop.call_later(HEADER_SECONDS, self.transport.close)
-        if state is h11.SEND_BODY:
-            self._late = self.loop.call_later(STALL_SECONDS, self._close_silent)
-
-    def _close_silent(self) -> None:
-        """Close a connection whose body does not go on, unless it is the application that does not read."""
-        if self.flow.read_paused:
-            self._late = self.loop.call_later(STALL_SECONDS, self._close_silent)
-        else:
-            self.transport.close()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stalled = self.loop.call_later(STALL_SECONDS, self.transport.abort)  # `close` waits for what is unread
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._stalled is not None:
-            self._stalled.cancel()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._late.cancel()
-        if self._stalled is not None:
-            self._stalled.cancel()
-
-
-class StoppingServer(uvicorn.Server):
-    """A server that ends its requests, with `abort`, when it must stop."""
-
-    def __init__(self, config: uvicorn.Config, abort: Callable[[], Awaitable[None]]):
-        super().__init__(config)
-        self._abort = abort
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop for a signal, and at once for a second Ctrl-C. It is not raised again: stopping is not a failure."""
-        self.force_exit = self.should_exit and sig == signal.SIGINT
-        self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, wait, end what still runs, and wait for that."""
-        ending = asyncio.create_task(self._end_requests())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            ending.cancel()
-
-    async def _end_requests(self) -> None:
-        await asyncio.sleep(GRACE_SECONDS)
-        await self._abort()
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise PalestraError(f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port") from error
+        listen.serve(app, listening, app.state.service.abort_all, name=name, api_key=api_key)
 
 
 def _explain_errors(app: FastAPI, service: Service) -> None:
     """Every refusal and every failure as OpenAI's error object."""
 
-    @app.exception_handler(gate.ClientGone)
-    async def gone(_: HttpRequest, __: Exception) -> Response:
-        return Response(status_code=499)  # no one reads it
-
-    @app.exception_handler(ApiError)
-    @app.exception_handler(PalestraError)
-    @app.exception_handler(Exception)
     async def explained(_: HttpRequest, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            error = gate.invalid_body(error.errors())
         return gate.error_response(service.explain(error))
 
-    @app.exception_handler(HTTPException)
-    async def refused(_: HttpRequest, error: HTTPException) -> Response:
-        code = "request_too_large" if error.status_code == 413 else None
-        return gate.error_response(ApiError(error.status_code, str(error.detail), code=code))
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: HttpRequest, error: RequestValidationError) -> Response:
-        return gate.error_response(invalid_body(error.errors()))
-
-
-def invalid_body(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first field that is wrong, and what it should be; a union has a problem for each of its types."""
-    first = problems[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"The body is not valid JSON: {first['ctx']['error']} at character {first['loc'][1]}")
-    parts = [part for part in first["loc"][1:] if part != "str"]  # the type of a union that was tried
-    path = [str(part) for part in parts if isinstance(part, int) or part.isidentifier()]
-    expected = dict.fromkeys(str(problem["msg"]) for problem in problems if problem["loc"][:2] == first["loc"][:2])
-    return ApiError(400, f"{'.'.join(path) or 'The body'}: {'; or '.join(expected)}", param=path[0] if path else None)
+    for kind in (*gate.EXPLAINED, RequestValidationError):
+        app.add_exception_handler(kind, explained)

@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from palestra.errors import PalestraError, UsageError
-from palestra.generate.engine.request import EngineFailed, PromptTooLong, QueueFull
+from palestra.errors import UsageError
+from palestra.generate.engine.request import EngineFailed
 from palestra.generate.local import LocalGenerator
-from palestra.generate.serve.gate import DONE, Counter, Histogram, event, gauges
+from palestra.generate.serve.gate import DONE, Counter, Histogram, event, explained, gauges
 from palestra.generate.serve.openai import ApiError, Reply
 from palestra.generate.types import Chunk, Request, Result
 from palestra.lm.hf import load_pretrained
@@ -100,25 +100,11 @@ class Service:
         yield DONE
 
     def explain(self, error: BaseException) -> ApiError:
-        """An error as the client sees it; one that is not a refusal also goes to the log, with its traceback."""
-        match error:
-            case ApiError():
-                return error
-            case EngineFailed():
-                if error.__cause__ is not self._reported:
-                    log.critical("the engine has failed", exc_info=error.__cause__)
-                    self._reported = error.__cause__
-                return ApiError(503, f"The engine has failed, and every request with it: {error}", kind="server_error")
-            case PromptTooLong():
-                return ApiError(400, str(error), code="context_length_exceeded")
-            case QueueFull():
-                return ApiError(429, str(error), kind="rate_limit_error", code="queue_full")
-            case UsageError():
-                return ApiError(400, str(error))
-            case _:
-                log.error("a request failed", exc_info=error)
-                message = str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"
-                return ApiError(500, message, kind="server_error")
+        """An error as the client sees it; that the engine has failed is logged once."""
+        if isinstance(error, EngineFailed) and error.__cause__ is not self._reported:
+            log.critical("the engine has failed", exc_info=error.__cause__)
+            self._reported = error.__cause__
+        return explained(error)
 
     async def abort_all(self) -> None:
         """Abort every request; each returns what it has."""

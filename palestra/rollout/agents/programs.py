@@ -54,7 +54,10 @@ def make_programs(spec: AgentSpec, gateway: Gateway) -> Programs:
     if not spec.command:
         return Functions(spec)
     commands = Commands(spec.command, spec.answer == "output")
-    return Confined(commands, gateway) if spec.sandbox else commands
+    if not spec.sandbox:
+        return commands
+    limits = confined.Limits() if spec.limits is None else confined.Limits(**spec.limits.model_dump())
+    return Confined(commands, gateway, limits)
 
 
 class Guarded:
@@ -110,13 +113,14 @@ class Commands:
                 one.close()
         self._groups.add(process.pid)
         try:
-            reading = asyncio.gather(_head(process.stdout), _tail(process.stderr))
+            reading = asyncio.gather(_ends(process.stdout), _ends(process.stderr))
             code = await process.wait()
             self._groups.kill(process.pid)  # what it left running would hold its pipes open
-            printed, complaint = await reading
+            (printed, _), (_, said) = await reading
         finally:
             self._groups.kill(process.pid)
         if code != 0:
+            complaint = said.decode(errors="replace").strip().rpartition("\n")[2][-300:]
             raise ProgramFailed(f"the agent {_death(code)}{f': {complaint}' if complaint else ''}")
         return printed.decode(errors="replace").strip() if self._output else None
 
@@ -139,16 +143,16 @@ def variables(problem: Mapping[str, Any], url: str, key: str) -> dict[str, str]:
 class Confined:
     """Commands in namespaces of their own: the gateway listens in each, at the address that it has outside."""
 
-    def __init__(self, commands: Commands, gateway: Gateway):
-        self._commands, self._gateway, self._own_users = commands, gateway, confined.possible()
+    def __init__(self, commands: Commands, gateway: Gateway, limits: confined.Limits):
+        self._commands, self._gateway = commands, gateway
+        self._settings: dict[str, Any] = {"own_users": confined.possible(), "limits": limits}
 
     async def ready(self) -> None: ...
 
     async def run(self, problem: Mapping[str, Any], url: str, key: str) -> str | None:
         ours, theirs = socket.socketpair()
-        line = confined.wrapped(
-            self._commands.command, theirs.fileno(), int(url.rpartition(":")[2]), own_users=self._own_users
-        )
+        port = int(url.rpartition(":")[2])
+        line = confined.wrapped(self._commands.command, theirs.fileno(), port, **self._settings)
         told = confined.environment() | variables(problem, url, key)
         program = asyncio.ensure_future(self._commands.started(line, told, theirs))
         server: asyncio.Server | None = None
@@ -178,20 +182,12 @@ async def _readable(connection: socket.socket) -> None:
         loop.remove_reader(connection)
 
 
-async def _head(stream: asyncio.StreamReader | None) -> bytes:
-    """The beginning of what is printed; all of it is read, so that nobody waits."""
-    kept = b""
+async def _ends(stream: asyncio.StreamReader | None) -> tuple[bytes, bytes]:
+    """The beginning and the end of what is printed; all of it is read, so that nobody waits."""
+    head = tail = b""
     while stream is not None and (data := await stream.read(1 << 16)):
-        kept += data[: OUTPUT_BYTES - len(kept)]
-    return kept
-
-
-async def _tail(stream: asyncio.StreamReader | None) -> str:
-    """The last line of what is printed."""
-    kept = b""
-    while stream is not None and (data := await stream.read(1 << 16)):
-        kept = (kept + data)[-2000:]
-    return kept.decode(errors="replace").strip().rpartition("\n")[2][-300:]
+        head, tail = head + data[: OUTPUT_BYTES - len(head)], (tail + data)[-2000:]
+    return head, tail
 
 
 def _death(code: int) -> str:
@@ -287,7 +283,7 @@ class Worker:
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=1 << 26)
         for line in self._early:
             self._writer.write(line)
-        with suppress(ConnectionError):
+        with suppress(ConnectionError, ValueError):  # it may be killed in the middle of a line
             while line := await reader.readline():
                 result = json.loads(line)
                 self.loaded.set()
@@ -295,7 +291,8 @@ class Worker:
                     waiting.set_result(result)
         self.loaded.set()
         self._groups.kill(self._process.pid)
-        code = await asyncio.to_thread(self._process.wait)
+        while (code := self._process.poll()) is None:  # no thread may be started while the interpreter ends
+            await asyncio.sleep(0.01)
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(ProgramFailed(f"the worker of the agent {_death(code)}"))

@@ -11,10 +11,9 @@ from palestra.generate.serve.gate import DONE, event
 from palestra.generate.serve.openai import ApiError, ChatBody
 from palestra.generate.serve.openai import Reply as ChatReply
 from palestra.generate.types import Result
+from palestra.rollout.gateway import dialect
 from palestra.rollout.gateway.calls import Call
 from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply, called, text_of, tool, with_calls
-
-CHOICES = (None, "auto", "none")
 
 
 class Named(BaseModel):
@@ -73,7 +72,7 @@ class ToolChatBody(ChatBody):
     tool_choice: Any = None
 
     def conversation(self, context: int) -> Conversation:
-        check_choice(self.tool_choice)
+        dialect.check_choice(self.tool_choice)
         about = [one.function for one in self.tools] if self.tool_choice != "none" else []
         tools = [tool(one["name"], one.get("description"), one.get("parameters")) for one in about]
         messages = tuple(message.message() for message in self.messages)
@@ -117,12 +116,6 @@ class ToolChatBody(ChatBody):
     def _reply(self, exchange: Exchange) -> ChatReply:
         id = f"chatcmpl-{exchange.id}"
         return ChatReply(self, id, exchange.created, exchange.model, exchange.tokenizer, (exchange.request,))
-
-
-def check_choice(choice: Any) -> None:
-    """Refuse what would have to constrain sampling."""
-    if choice not in CHOICES:
-        raise ApiError(400, f"tool_choice {choice!r} is not supported: leave it out, or say auto or none")
 
 
 def _call(call: Call) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from palestra.data.tokenizers import Detokenizer, Tokenizer
 from palestra.generate.serve.gate import event
@@ -134,6 +134,24 @@ class Exchange:
                 await self._more.wait()
         self._made()
 
+    async def blocks(self) -> AsyncIterator[tuple[Literal["open", "text", "close", "call"], int, Any]]:
+        """The one reply as blocks, each with its place: a text opens, grows and closes, a call comes whole."""
+        place, text = 0, ""
+        async for piece in self.pieces():
+            if piece.text:
+                if not text:
+                    yield "open", place, ""
+                yield "text", place, piece.text
+                text += piece.text
+            for call in piece.calls:
+                if text:
+                    yield "close", place, text
+                    place, text = place + 1, ""
+                yield "call", place, call
+                place += 1
+        if text:
+            yield "close", place, text
+
     def result(self) -> Result:
         """The generations of a stream that has ended."""
         made: list[Generation] = []
@@ -188,6 +206,12 @@ class _Reader:
 
 def _joined(chunks: Sequence[Chunk], name: str) -> tuple[Any, ...]:
     return tuple(entry for chunk in chunks for entry in getattr(chunk, name))
+
+
+def check_choice(choice: Any) -> None:
+    """Refuse what would have to constrain sampling."""
+    if choice not in (None, "auto", "none"):
+        raise ApiError(400, f"tool_choice {choice!r} is not supported: leave it out, or say auto or none")
 
 
 def named_event(data: Mapping[str, Any]) -> bytes:

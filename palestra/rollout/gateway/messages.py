@@ -6,19 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from palestra.generate import client as wire
-from palestra.generate.serve.openai import ApiError
 from palestra.generate.types import Generation, Sampling, StopReason
-from palestra.rollout.gateway.dialect import (
-    Conversation,
-    Exchange,
-    Message,
-    Reply,
-    called,
-    named_event,
-    text_of,
-    tool,
-    with_calls,
-)
+from palestra.rollout.gateway import dialect
+from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply, called, named_event, text_of
 
 FINISH = {StopReason.EOS: "end_turn", StopReason.STOP: "stop_sequence", StopReason.LENGTH: "max_tokens"}
 
@@ -56,7 +46,7 @@ class Turn(BaseModel):
                 case _:
                     texts.append(block)
         if texts or calls:
-            yield from with_calls([{"role": self.role, "content": text_of(texts, "text")}, *calls])
+            yield from dialect.with_calls([{"role": self.role, "content": text_of(texts, "text")}, *calls])
 
 
 class MessagesBody(BaseModel):
@@ -78,8 +68,7 @@ class MessagesBody(BaseModel):
 
     def conversation(self, context: int) -> Conversation:
         choice = (self.tool_choice or {}).get("type", "auto")
-        if choice not in ("auto", "none"):
-            raise ApiError(400, f"tool_choice {choice!r} is not supported: leave it out, or say auto or none")
+        dialect.check_choice(choice)
         system = text_of(self.system, "text")
         start = [{"role": "system", "content": system}] if system else []
         sampling = Sampling(
@@ -89,7 +78,7 @@ class MessagesBody(BaseModel):
             max_new_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences),
         )
-        tools = tuple(tool(one.name, one.description, one.input_schema) for one in self.tools)
+        tools = tuple(dialect.tool(one.name, one.description, one.input_schema) for one in self.tools)
         messages = (message for turn in self.messages for message in turn.messages())
         return Conversation((*start, *messages), tools if choice == "auto" else (), sampling, stream=self.stream)
 
@@ -108,33 +97,24 @@ class MessagesBody(BaseModel):
         start = {"content": [], "stop_reason": None, "stop_sequence": None}
         usage = {"input_tokens": read, "output_tokens": 0}
         yield named_event({"type": "message_start", "message": {**self._head(exchange), **start, "usage": usage}})
-        index, writing, calls = 0, False, False
+        calls = False
 
-        def block(about: dict[str, Any], delta: dict[str, Any] | None) -> Iterator[bytes]:
-            yield named_event({"type": "content_block_start", "index": index, "content_block": about})
-            if delta is not None:
-                yield named_event({"type": "content_block_delta", "index": index, "delta": delta})
+        def block(kind: str, place: int, **about: Any) -> bytes:
+            return named_event({"type": f"content_block_{kind}", "index": place, **about})
 
-        async for piece in exchange.pieces():
-            if piece.text:
-                delta = {"type": "text_delta", "text": piece.text}
-                if writing:
-                    yield named_event({"type": "content_block_delta", "index": index, "delta": delta})
-                else:
-                    for data in block({"type": "text", "text": ""}, delta):
-                        yield data
-                writing = True
-            for call in piece.calls:
-                if writing:
-                    yield named_event({"type": "content_block_stop", "index": index})
-                    index, writing = index + 1, False
-                about = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-                for data in block(about, {"type": "input_json_delta", "partial_json": call.arguments}):
-                    yield data
-                yield named_event({"type": "content_block_stop", "index": index})
-                index, calls = index + 1, True
-        if writing:
-            yield named_event({"type": "content_block_stop", "index": index})
+        async for what, place, data in exchange.blocks():
+            match what:
+                case "open":
+                    yield block("start", place, content_block={"type": "text", "text": ""})
+                case "text":
+                    yield block("delta", place, delta={"type": "text_delta", "text": data})
+                case "call":
+                    about = {"type": "tool_use", "id": data.id, "name": data.name, "input": {}}
+                    yield block("start", place, content_block=about)
+                    yield block("delta", place, delta={"type": "input_json_delta", "partial_json": data.arguments})
+                    calls = True
+            if what in ("close", "call"):
+                yield block("stop", place)
         replies = await exchange.replies()
         about = _finish(replies[0].generation, calls)
         written = {"output_tokens": exchange.usage(replies)[1]}

@@ -1,9 +1,7 @@
 """The gateway without training: a model served to agents, every session recorded as rollouts and as conversations."""
 
-import asyncio
 import hashlib
 import hmac
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,13 @@ from typing import Any
 from palestra.errors import UsageError
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
-from palestra.generate.serve.server import MAX_BODY_BYTES, MAX_IMAGES_BYTES, StoppingServer, bound
-from palestra.rollout.gateway.server import Sessions, create_app, uvicorn_config
+from palestra.generate.serve import gate, listen
+from palestra.rollout.gateway.server import Sessions, create_app
 from palestra.rollout.gateway.session import Session, Turn
 from palestra.rollout.records import FILE, RolloutRecord, write
 from palestra.rollout.types import Group
 from palestra.tasks.task import Problem, Status, Verdict
 from palestra.track.sinks import JsonlSink
-from palestra.work.hosts import LOOPBACK
 
 CONVERSATIONS = "conversations.jsonl"
 """A line is a branch: `messages` as the model wrote them, for kind `sft`, and the reward."""
@@ -78,7 +75,7 @@ def serve_sessions(
     if tokenizer is None or tokenizer.chat_template is None:
         raise UsageError(f"{name} has no chat template, which sessions of agents need")
     recorder = SessionRecorder(folder)
-    with bound(host, port) as listening, LocalGenerator(engine, drive="thread") as generator:
+    with listen.bound(host, port) as listening, LocalGenerator(engine, drive="thread") as generator:
 
         def opened(key: str) -> Session | None:
             prefix = key.partition("/")[0].encode("latin-1", "replace")
@@ -88,22 +85,13 @@ def serve_sessions(
             return Session(key, generator, tokenizer, context=engine.context, model=name)
 
         sessions = Sessions(idle_seconds=IDLE_SECONDS, unknown=opened, ended=recorder)
-        hosts = allowed_hosts or (LOOPBACK if host in LOOPBACK else ())
-        most = max_body_bytes or (MAX_BODY_BYTES if engine.model.shape.vision is None else MAX_IMAGES_BYTES)
+        most = max_body_bytes or gate.most_bytes(engine.model.shape.vision is not None)
+        hosts = listen.hosts_of(host, allowed_hosts)
         app = create_app(sessions, model=name, max_body_bytes=most, allowed_hosts=hosts)
 
         async def end_all() -> None:
             for session in list(sessions.open.values()):
                 sessions.end(session, "closed")
 
-        async def serving() -> None:
-            reaper = asyncio.create_task(sessions.reap())
-            await StoppingServer(uvicorn_config(app), end_all).serve(sockets=[listening])
-            reaper.cancel()
-            await end_all()
-
-        if api_key is None and host not in LOOPBACK:
-            print(f"warning: anyone who can reach {host} can use this model. Give --api-key.", file=sys.stderr)
-        address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
-        print(f"serving {name} at {address}/v1, sessions in {folder} (Ctrl-C stops)", flush=True)
-        asyncio.run(serving())
+        about = {"name": name, "api_key": api_key, "note": f", sessions in {folder}"}
+        listen.serve(app, listening, end_all, **about, beside=sessions.reap)

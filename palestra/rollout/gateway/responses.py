@@ -9,19 +9,9 @@ from pydantic import BaseModel, ConfigDict
 from palestra.generate import client as wire
 from palestra.generate.serve.openai import ApiError
 from palestra.generate.types import Sampling, StopReason
+from palestra.rollout.gateway import dialect
 from palestra.rollout.gateway.calls import Call
-from palestra.rollout.gateway.chat import check_choice
-from palestra.rollout.gateway.dialect import (
-    Conversation,
-    Exchange,
-    Message,
-    Reply,
-    called,
-    named_event,
-    text_of,
-    tool,
-    with_calls,
-)
+from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply, called, named_event, text_of
 
 TEXTS = ("input_text", "output_text", "text")
 
@@ -44,17 +34,17 @@ class ResponsesBody(BaseModel):
     text: dict[str, Any] | None = None
 
     def conversation(self, context: int) -> Conversation:
-        check_choice(self.tool_choice)
+        dialect.check_choice(self.tool_choice)
         if ((self.text or {}).get("format") or {"type": "text"}).get("type") != "text":
             raise ApiError(400, "text.format is not supported: leave it out", param="text")
         tools = []
         for one in self.tools if self.tool_choice != "none" else ():
             if one.get("type") != "function" or not isinstance(one.get("name"), str):
                 raise ApiError(400, f"a tool of type {one.get('type')!r} is not supported: only functions are")
-            tools.append(tool(one["name"], one.get("description"), one.get("parameters")))
+            tools.append(dialect.tool(one["name"], one.get("description"), one.get("parameters")))
         start = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        messages = with_calls([*start, *(message for item in items for message in _message(item))])
+        messages = dialect.with_calls([*start, *(message for item in items for message in _message(item))])
         sampling = Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -80,50 +70,37 @@ class ResponsesBody(BaseModel):
         return self._head(exchange) | about | {"output": output, "usage": usage}
 
     async def events(self, exchange: Exchange) -> AsyncIterator[bytes]:
-        numbers, place, text = count(), 0, ""
+        numbers = count()
 
         def send(kind: str, **data: Any) -> bytes:
             return named_event({"type": f"response.{kind}", "sequence_number": next(numbers), **data})
 
-        def close() -> Iterator[bytes]:
-            where = {"item_id": f"msg_{exchange.id}", "output_index": place, "content_index": 0}
-            item = _text_item(exchange, text)
-            yield send("output_text.done", **where, text=text, logprobs=[])
-            yield send("content_part.done", **where, part=item["content"][0])
-            yield send("output_item.done", output_index=place, item=item)
-
-        def call_events(call: Call) -> Iterator[bytes]:
-            item, where = _call_item(call), {"item_id": f"fc_{call.id}", "output_index": place}
-            begun = {**item, "arguments": "", "status": "in_progress"}
-            yield send("output_item.added", output_index=place, item=begun)
-            yield send("function_call_arguments.delta", **where, delta=call.arguments)
-            yield send("function_call_arguments.done", **where, name=call.name, arguments=call.arguments)
-            yield send("output_item.done", output_index=place, item=item)
-
         begun = self._head(exchange) | {"status": "in_progress", "output": []}
         yield send("created", response=begun)
         yield send("in_progress", response=begun)
-        async for piece in exchange.pieces():
-            if piece.text:
-                where = {"item_id": f"msg_{exchange.id}", "output_index": place, "content_index": 0}
-                if not text:
-                    item = {**_text_item(exchange, ""), "status": "in_progress", "content": []}
-                    yield send("output_item.added", output_index=place, item=item)
-                    part = {"type": "output_text", "text": "", "annotations": []}
-                    yield send("content_part.added", **where, part=part)
-                text += piece.text
-                yield send("output_text.delta", **where, delta=piece.text, logprobs=[])
-            for call in piece.calls:
-                if text:
-                    for data in close():
-                        yield data
-                    place, text = place + 1, ""
-                for data in call_events(call):
-                    yield data
-                place += 1
-        if text:
-            for data in close():
-                yield data
+        async for what, place, data in exchange.blocks():
+            where = {"item_id": f"msg_{exchange.id}", "output_index": place, "content_index": 0}
+            item = _call_item(data) if what == "call" else _text_item(exchange, data)
+            match what:
+                case "open":
+                    empty = {"status": "in_progress", "content": []}
+                    yield send("output_item.added", output_index=place, item=item | empty)
+                    yield send(
+                        "content_part.added", **where, part={"type": "output_text", "text": "", "annotations": []}
+                    )
+                case "text":
+                    yield send("output_text.delta", **where, delta=data, logprobs=[])
+                case "close":
+                    yield send("output_text.done", **where, text=data, logprobs=[])
+                    yield send("content_part.done", **where, part=item["content"][0])
+                case "call":
+                    where = {"item_id": f"fc_{data.id}", "output_index": place}
+                    empty = {"arguments": "", "status": "in_progress"}
+                    yield send("output_item.added", output_index=place, item=item | empty)
+                    yield send("function_call_arguments.delta", **where, delta=data.arguments)
+                    yield send("function_call_arguments.done", **where, name=data.name, arguments=data.arguments)
+            if what in ("close", "call"):
+                yield send("output_item.done", output_index=place, item=item)
         response = self.whole(exchange, await exchange.replies())
         yield send("incomplete" if response["status"] == "incomplete" else "completed", response=response)
 

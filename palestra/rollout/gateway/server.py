@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import json
-import resource
 import secrets
 import socket
 import time
@@ -12,13 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from palestra.errors import MissingExtra, PalestraError, UsageError
-from palestra.generate.engine.request import PromptTooLong, QueueFull
+from palestra.errors import MissingExtra
+from palestra.generate.client import StrictBody
 from palestra.generate.serve import gate
+from palestra.generate.serve.listen import PromptHeaders, bound, hosts_of, uvicorn_config
 from palestra.generate.serve.openai import ApiError
-from palestra.generate.serve.server import MAX_BODY_BYTES, PromptHeaders, bound, invalid_body
 from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.gateway.chat import ToolChatBody
 from palestra.rollout.gateway.dialect import Body, Exchange
@@ -31,7 +30,6 @@ try:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.datastructures import Headers
-    from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
@@ -45,25 +43,19 @@ BODIES: dict[str, type[Body]] = {
     "/v1/responses": ResponsesBody,
     "/v1/messages": MessagesBody,
 }
-CONNECTIONS = 4096
-"""More are refused with 503."""
 REMEMBERED = 4096
 """Keys of ended sessions, which get a better message than unknown ones."""
 REAP_SECONDS = 1.0
 
 
-class RewardBody(BaseModel):
+class RewardBody(StrictBody):
     """`POST /reward`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     reward: Annotated[float, Field(strict=False, allow_inf_nan=False)]
 
 
-class EndBody(BaseModel):
+class EndBody(StrictBody):
     """`POST /end`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     answer: str | None = None
     """What the verifier gets instead of the last message."""
@@ -141,7 +133,7 @@ def create_app(
     sessions: Sessions,
     *,
     model: str,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    max_body_bytes: int = gate.MAX_BODY_BYTES,
     allowed_hosts: Sequence[str] = LOOPBACK,
 ) -> ASGIApp:
     """The application; requests name one of `allowed_hosts`, if there are any."""
@@ -155,7 +147,7 @@ def create_app(
         retry = http.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         exchange = await session.exchange(conversation, name, retry)
         if conversation.stream:
-            return gate.EventStream(_delivered(body, exchange, session), explained)
+            return gate.EventStream(_delivered(body, exchange, session), gate.explained)
         replies = await gate.unless_gone(http.receive, exchange.replies())
         session.deliver(exchange)
         return JSONResponse(body.whole(exchange, replies))
@@ -185,7 +177,7 @@ def create_app(
         return JSONResponse({"status": "ok", "model": model, "sessions": len(sessions.open)})
 
     async def explain(http: Request, error: Exception) -> Response:
-        return _refusal(http.url.path, explained(error))
+        return _refusal(http.url.path, gate.explained(error))
 
     counters = (
         gate.Counter("palestra_gateway_requests_total", "HTTP requests by path and status.", ("path", "status")),
@@ -206,7 +198,6 @@ def create_app(
         requests=counters[0],
         seconds=counters[1],
     )
-    errors = (ApiError, PalestraError, HTTPException, gate.ClientGone, Exception)
     return Starlette(
         routes=[
             *(Route(path, answer, methods=["POST"]) for path in BODIES),
@@ -218,7 +209,7 @@ def create_app(
             Route("/metrics", metrics),
         ],
         middleware=[gated],
-        exception_handlers=dict.fromkeys(errors, explain),  # type: ignore[arg-type]
+        exception_handlers=dict.fromkeys(gate.EXPLAINED, explain),  # type: ignore[arg-type]
     )
 
 
@@ -243,29 +234,8 @@ def _status(session: Session) -> dict[str, Any]:
 def _read(cls: Any, raw: bytes) -> Any:
     try:
         return cls.model_validate(json.loads(raw))
-    except ValidationError as error:
-        raise invalid_body([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from error
-    except ValueError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}") from error
-
-
-def explained(error: BaseException) -> ApiError:
-    """An error as the client sees it."""
-    match error:
-        case ApiError():
-            return error
-        case HTTPException():
-            return ApiError(error.status_code, str(error.detail))
-        case gate.ClientGone():
-            return ApiError(499, "The client is gone")  # no one reads it
-        case PromptTooLong():
-            return ApiError(400, str(error), code="context_length_exceeded")
-        case QueueFull():
-            return ApiError(429, str(error), kind="rate_limit_error", code="queue_full")
-        case UsageError():
-            return ApiError(400, str(error))
-        case _:
-            return ApiError(500, f"{type(error).__name__}: {error}", kind="server_error")
 
 
 def _refusal(path: str, error: ApiError) -> Response:
@@ -277,24 +247,6 @@ def _refusal(path: str, error: ApiError) -> Response:
     return JSONResponse({"type": "error", "error": {"type": kind, "message": str(error)}}, error.status)
 
 
-def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
-    """Of a server of the gateway."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < (most := min(hard, 4 * CONNECTIONS) if hard > 0 else 4 * CONNECTIONS):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return uvicorn.Config(
-        app,
-        http=PromptHeaders,
-        log_level="warning",
-        access_log=False,
-        ws="none",
-        lifespan="off",
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=5,
-        limit_concurrency=min(CONNECTIONS, max(soft, most) // 2),
-    )
-
-
 class Gateway:
     """The server in a thread of its own, beside the loops whose generators it asks."""
 
@@ -303,7 +255,7 @@ class Gateway:
         self._socket: socket.socket = bound(host, port)
         address = self._socket.getsockname()
         self.url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{address[1]}"
-        app = create_app(self.sessions, model=model, allowed_hosts=LOOPBACK if host in LOOPBACK else ())
+        app = create_app(self.sessions, model=model, allowed_hosts=hosts_of(host))
         self._server = uvicorn.Server(uvicorn_config(app))
         self.thread = LoopThread("gateway")
         self._serving = self.thread.start(self._server.serve(sockets=[self._socket]))

@@ -80,6 +80,17 @@ class CustomWorkflowSpec(Model):
     """`async def workflow(episode) -> list[Trajectory]`, as module:function."""
 
 
+class CommandLimits(Model):
+    """What a confined command may use, all its processes together; beyond it they are killed, and it has failed."""
+
+    memory: int = Field(default=8192, ge=16)
+    """MiB of memory, beside the 256 MiB that it may write."""
+    cpu_seconds: float = Field(default=1800.0, gt=0)
+    """CPU time; `seconds` is that of the clock."""
+    tasks: int = Field(default=1024, ge=1)
+    """Processes and threads at a time."""
+
+
 class AgentSpec(Model):
     """Your own program, written against OpenAI's or Anthropic's API: it talks to the model through the gateway."""
 
@@ -89,6 +100,8 @@ class AgentSpec(Model):
     """Program and arguments, started once per completion; the environment has base URLs, keys and PALESTRA_PROBLEM."""
     sandbox: bool = False
     """Whether the command runs in namespaces of its own (Linux): it reads files and reaches the gateway alone."""
+    limits: CommandLimits | None = None
+    """What a command in the sandbox may use; null: the defaults."""
     function: Function | None = None
     """`agent(problem, url, key)`, sync or async, as module:function; runs in worker processes."""
     processes: Execution[int] = Field(default=1, ge=1)
@@ -120,6 +133,8 @@ class AgentSpec(Model):
             yield Conflict(("command",), "expected either `command` or `function`")
         if self.function is not None and self.sandbox:
             yield Conflict(("sandbox",), "expected with `command`: a function shares its worker process with others")
+        if self.limits is not None and not self.sandbox:
+            yield Conflict(("limits",), "expected with `sandbox: true`: a command that is not confined has no limits")
         if self.function is not None and self.answer == "output":
             yield Conflict(("answer",), "expected message: a function returns its answer")
 

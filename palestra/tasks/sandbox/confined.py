@@ -20,6 +20,7 @@ from pathlib import Path
 from palestra.errors import UsageError
 from palestra.tasks.sandbox import filter, kernel
 from palestra.tasks.sandbox.levels import DEVICES, ways
+from palestra.tasks.sandbox.watch import Limits, exit_code, watched
 
 BOOT = """
 import json, sys
@@ -42,9 +43,9 @@ def environment() -> dict[str, str]:
     return {name: os.environ[name] for name in PASSED if name in os.environ} | {"HOME": SCRATCH, "TMPDIR": SCRATCH}
 
 
-def wrapped(command: Sequence[str], descriptor: int, port: int, *, own_users: bool) -> list[str]:
+def wrapped(command: Sequence[str], descriptor: int, port: int, *, own_users: bool, limits: Limits) -> list[str]:
     """The command line that runs a command confined; the listening socket comes back over `descriptor`."""
-    settings = json.dumps([[path for path in sys.path if path], descriptor, port, own_users, list(command)])
+    settings = json.dumps([[path for path in sys.path if path], descriptor, port, own_users, list(command), *limits])
     return [sys.executable, "-s", "-S", "-P", "-B", "-c", BOOT, settings]
 
 
@@ -65,7 +66,7 @@ def possible() -> bool:
     for way in ways("namespaces", "namespaces"):
         ours, theirs = socket.socketpair()
         with theirs:
-            line = wrapped(["true"], theirs.fileno(), 1, own_users=way.own_users)
+            line = wrapped(["true"], theirs.fileno(), 1, own_users=way.own_users, limits=Limits())
             process = subprocess.Popen(line, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         try:
             received(ours).close()
@@ -82,7 +83,7 @@ def possible() -> bool:
     )
 
 
-def main(descriptor: int, port: int, own_users: bool, command: list[str]) -> None:
+def main(descriptor: int, port: int, own_users: bool, command: list[str], *limits: float) -> None:
     """Make the namespaces, hand the socket out, become the command."""
     with socket.socket(fileno=descriptor) as theirs:
         try:
@@ -95,22 +96,19 @@ def main(descriptor: int, port: int, own_users: bool, command: list[str]) -> Non
                 theirs.sendall(str(error).encode())
             sys.exit(1)
     if child:
-        sys.exit(_code(child))
+        sys.exit(exit_code(os.waitpid(child, 0)[1]))
+    ours, theirs = socket.socketpair()
     if command_process := os.fork():  # the first process of a namespace ignores signals, and adopts the others
-        os._exit(_code(command_process))
+        theirs.close()
+        _, files, _, _ = socket.recv_fds(ours, 1, 1)
+        os._exit(watched(command_process, files[0], Limits(*limits)) if files else 1)  # type: ignore[arg-type]
+    ours.close()
+    socket.send_fds(theirs, [b"+"], [filter.asking_for_processes()])
+    theirs.close()
     try:
         os.execvpe(command[0], command, dict(os.environ))
     except OSError as error:
         sys.exit(f"cannot start {command[0]}: {error.strerror}")
-
-
-def _code(child: int) -> int:
-    """The exit code of a process when it has ended, as shells give it; whatever else ends meanwhile is forgotten."""
-    while True:
-        ended, status = os.wait()
-        if ended == child:
-            code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
 
 
 def _confined(own_users: bool) -> int:

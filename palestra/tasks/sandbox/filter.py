@@ -53,6 +53,7 @@ X32 = 0x40000000  # a second table of calls on x86-64
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, ERRNO, KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 MODE_FILTER = 2
+SECCOMP, NEW_LISTENER, ASK = (317, 277), 8, 0x7FC00000
 
 Step = tuple[int, int, int, int]  # code, how far to jump where true, where false, value
 
@@ -103,7 +104,7 @@ def program(own: int) -> bytes:
 
 
 LEFT_TO_COMMANDS = {"execve", "execveat", "socket", "tkill", "setpriority", "sched_setscheduler", "sched_setparam"}
-LEFT_TO_COMMANDS |= {"sched_setattr", "memfd_create", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_open"}
+LEFT_TO_COMMANDS |= {"sched_setattr", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_open"}
 INTERNET = (2, 10)  # AF_INET, AF_INET6: a socket of a service is a file, which no namespace hides
 
 
@@ -130,6 +131,15 @@ def install(code: bytes) -> None:
     steps = FilterProgram(len(code) // 8, code)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(kernel.PR_SET_SECCOMP, MODE_FILTER, ctypes.addressof(steps))
+
+
+def asking_for_processes() -> int:
+    """Have the kernel ask for every process and thread that this one and its children start; where it asks."""
+    begin = [number for one in (FORK, VFORK, CLONE, CLONE3) if (number := one[MACHINE or 0]) is not None]
+    steps: list[Step] = [(LOAD, 0, 0, 0), *((EQUAL, len(begin) - place, 0, one) for place, one in enumerate(begin))]
+    code = b"".join(struct.pack("HBBI", *one) for one in [*steps, (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ASK)])
+    given = FilterProgram(len(code) // 8, code)
+    return call(SECCOMP, MODE_FILTER - 1, NEW_LISTENER, given, what="seccomp")
 
 
 CREATE, ADD_RULE, RESTRICT = (444, 444), (445, 445), (446, 446)

@@ -7,6 +7,7 @@ const FILTERS = "task fate status flag text reward_low reward_high length_low le
 const TRUTH = "gold answer answers target solution expected label tests test".split(" ");
 const PAGE = 100; // groups
 const TOKENS = 1200; // of a completion that are drawn at first
+const EMBEDDED = /^data:image\/(png|jpeg|gif|webp);base64,/;
 const HITS = 400; // of a search over all steps
 
 // In notes.json: the same after a resume, unlike the place in the file.
@@ -63,12 +64,14 @@ function Range({ name, histogram, params, onChange }) {
 	return histogram?.counts.length > 1 && html`<${Histogram} label=${name} ...${histogram} value=${params[low] && [Number(params[low]), Number(params[high])]} onChange=${(range) => onChange({ [low]: range?.[0], [high]: range?.[1] })} />`;
 }
 
-function Part({ part: { begin, end: last, role, turn }, trajectory, how, scale, limit }) {
-	const { texts, joined, tokens, loss_mask: mask } = trajectory, end = Math.min(last, limit);
+function Part({ part: { begin, end: last, role, turn }, trajectory, media, how, scale, limit }) {
+	const { texts, joined, tokens, loss_mask: mask, media: places = [] } = trajectory, end = Math.min(last, limit);
 	const spans = useMemo(() => {
-		const values = how.values(trajectory);
+		const values = how.values(trajectory), images = new Map(places.map(([digest, start]) => [start, media?.[digest]]));
 		return tokens.slice(begin, end).map((id, k) => {
-			const i = begin + k, piece = texts ? texts[i] : ` ${id}`, fill = scale && mask[i] && background(place(scale, values?.[i]));
+			const i = begin + k;
+			if (places.length && id === tokens[places[0][1]]) return EMBEDDED.test(images.get(i)) && html`<img class="ro-image" src=${images.get(i)} alt="image at token ${i}" />`; // its tokens are all the same
+			const piece = texts ? texts[i] : ` ${id}`, fill = scale && mask[i] && background(place(scale, values?.[i]));
 			return html`<span class=${piece.includes("\n") ? "tk nl" : "tk"} data-i=${i} style=${fill && `background:${fill}`}>${piece ? visible(piece) : `‹${joined[i]}›`}</span>`;
 		});
 	}, [trajectory, end, how, scale]);
@@ -77,7 +80,7 @@ function Part({ part: { begin, end: last, role, turn }, trajectory, how, scale, 
 	return html`<div class="ro-part ${role}">${turn > 0 && html`<div class="ro-role">${name}${tool && html` <${Tag} tone="info">calls ${tool}<//>`}</div>`}<div class="ro-text" dir="auto">${spans}</div></div>`;
 }
 
-function Completion({ trajectory, number, hit, how, scale, onToken }) {
+function Completion({ trajectory, media, number, hit, how, scale, onToken }) {
 	const [limit, setLimit] = useState(TOKENS), body = useRef(), { verdict, reward, loss_mask: mask = [], advantages, turns, stop_reason: stop, flags } = trajectory;
 	const all = useMemo(() => parts(trajectory), [trajectory]), first = all[0]?.begin ?? 0, end = first + limit, left = mask.length - end;
 	const mark = (token) => {
@@ -106,14 +109,14 @@ function Completion({ trajectory, number, hit, how, scale, onToken }) {
 		<div ref=${body} class="ro-body" tabindex="0" role="group" aria-label="tokens of ${label}; arrow keys go through them" onKeyDown=${keys}
 			onMouseOver=${(event) => mark(event.target.closest(".tk"))} onMouseLeave=${() => mark(null)} onBlur=${() => mark(null)}>
 			${!trajectory.texts && html`<div class="ro-text">${visible(trajectory.completion)}</div>${mask.length > 0 && html`<p class="faint small">The tokenizer was not found. Ids of tokens:</p>`}`}
-			${all.filter(({ begin }) => begin < end).map((part) => html`<${Part} key=${part.begin} ...${{ part, trajectory, how, scale, limit: end }} />`)}
+			${all.filter(({ begin }) => begin < end).map((part) => html`<${Part} key=${part.begin} ...${{ part, trajectory, media, how, scale, limit: end }} />`)}
 			${left > 0 && html`<${Button} onClick=${() => setLimit(limit + 4 * TOKENS)}>show more (${num(left)} tokens left)<//>`}</div></article>`;
 }
 
 // The address of an image in the line itself or of a file of the run; null for others.
 function imageOf(part, run) {
 	const source = part?.image_url?.url ?? part?.image_url ?? part?.image;
-	if (/^data:image\/(png|jpeg|gif|webp);base64,/.test(source)) return source;
+	if (EMBEDDED.test(source)) return source;
 	return typeof source !== "string" || /^[a-z][a-z0-9+.-]*:|^\/|\.\./i.test(source) ? null : url("file", { run, path: source });
 }
 
@@ -132,12 +135,12 @@ function Prompt({ problem: { prompt, row = {} }, run }) {
 			<${Details} summary="the whole row" open=${!truth.length}><pre class="ro-text">${written(row)}</pre><//></section></div>`;
 }
 
-function Group({ group: { at, asked, trajectories }, hits, how, title, onToken }) {
+function Group({ group: { at, asked, trajectories, media }, hits, how, title, onToken }) {
 	const scale = useMemo(() => scaleOf(how, trajectories), [how, trajectories]), missing = asked - trajectories.length;
 	return html`<section aria-label=${title}><div class="row ro-bar"><span class="ro-role grow">${title}</span>
 			${scale ? html`<span class="ro-legend" title=${how.about}>${scale.marks.map((value) => html`<span style="background:${background(place(scale, value)) || "none"}">${num(value, 2)}</span>`)}</span>` : html`<span class="muted small">No ${how.label} was recorded.</span>`}</div>
 		${missing > 0 && html`<p class="small muted">${missing} of ${asked} could not be verified.</p>`}
-		<div class="ro-completions">${trajectories.map((trajectory, i) => html`<${Completion} key=${`${at}.${i}`} number=${i} hit=${!hits || hits.includes(i)} ...${{ trajectory, how, scale, onToken }} />`)}</div></section>`;
+		<div class="ro-completions">${trajectories.map((trajectory, i) => html`<${Completion} key=${`${at}.${i}`} number=${i} hit=${!hits || hits.includes(i)} ...${{ trajectory, media, how, scale, onToken }} />`)}</div></section>`;
 }
 
 function Across({ where, problem, at, onOpen }) {
