@@ -14,6 +14,7 @@ from gymnasium.vector import VectorEnv
 
 from palestra.control.envs import classic
 from palestra.control.envs.atari import AtariGame, atari_games
+from palestra.control.envs.components import Components
 from palestra.control.envs.snapshot import Snapshot
 from palestra.control.envs.vector import copies
 from palestra.control.envs.workers import Make
@@ -101,9 +102,11 @@ def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) ->
     if spec.module is not None:
         import_named(spec.module, "env.module")
     if factory is None and spec.vectorize in ("auto", "vector"):
-        if spec.id in NUMPY and not spec.kwargs and spec.frame_stack is None:
+        if spec.id in NUMPY and not spec.kwargs and spec.frame_stack is None and not spec.components:
             return NUMPY[spec.id](num_envs)
         if _is_atari(spec):
+            if spec.components:
+                raise UsageError("env.components: Atari games step in C++ and give none: use `vectorize: sync`")
             with _explained(spec):
                 return atari_games(spec.id, num_envs, spec.kwargs, spec.frame_stack)
         if spec.vectorize == "vector":
@@ -145,6 +148,8 @@ def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: Any) ->
         with _explained(spec):
             arguments: dict[str, Any] = {**spec.kwargs, **kwargs}
             env = gym.make(spec.id, **arguments)
+    if spec.components or spec.reward_weights is not None:
+        env = Components(env, spec.components, spec.reward_weights)
     if flat_actions(env.action_space) is not env.action_space:
         env = FlatAction(env)
     if not isinstance(env.observation_space, gym.spaces.Box):

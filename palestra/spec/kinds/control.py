@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from math import isqrt
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, JsonValue, Tag
+from pydantic import Discriminator, Field, JsonValue, SerializerFunctionWrapHandler, Tag, model_serializer
 
-from palestra.spec.base import Every, ExperimentSpec, Module
+from palestra.spec.base import Every, ExperimentSpec, Function, Module
 from palestra.spec.cluster import EnvClusterSpec
-from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
+from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model, without_defaults
 from palestra.spec.off_policy import ActorCriticSpec, CrossQSpec, DQNSpec, OffPolicySpec, SACSpec, TD3Spec
 from palestra.spec.offline import BCSpec, IQLSpec, OfflineCriticSpec, OfflineSpec, TD3BCSpec
 from palestra.spec.schedule import PositiveRate, Rate, Schedule, constant, warmup_conflicts
@@ -40,6 +40,14 @@ class EnvSpec(Model):
     """Clip training rewards (after normalization) to ± this; null: no clipping."""
     reset_timeout: float = Field(default=60.0, gt=0)
     """Seconds after which an unresponsive environment is reported as hung."""
+    components: list[str] = Field(default=[])
+    """Keys of `info` whose sums over an episode are logged as component/KEY; `reward`: the parts of a vector reward."""
+    reward_weights: list[float] | None = None
+    """Of an environment with vector rewards: the weights that make them one number; null: rewards are numbers."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_defaults(self, handler(self), "components", "reward_weights")
 
 
 class SelfImitationSpec(Model):
@@ -219,6 +227,12 @@ class ControlEvery(Every):
 
     eval: AutoCadence | None = "auto"  # pyrefly: ignore[bad-override]
     """When to evaluate besides at the end: auto up to 20 times, within 10 % of the frames; null: only at the end."""
+    video: CountCadence | None = None
+    """When to write an episode with the most likely actions as a GIF into the session's videos/; null: never."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_defaults(self, handler(self), "video")
 
 
 class ControlSpec(ExperimentSpec):
@@ -242,6 +256,14 @@ class ControlSpec(ExperimentSpec):
     """How often to checkpoint, evaluate and log."""
     cluster: Execution[EnvClusterSpec] = EnvClusterSpec()
     """Where the environments are: in this run's own processes, or in others of this machine or a Ray cluster."""
+    on_step: list[Function] = Field(default=[])
+    """Functions called after every step of the training environments, each as module:function."""
+    on_episode: list[Function] = Field(default=[])
+    """Functions called at the end of every training episode, each as module:function."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_defaults(self, handler(self), "on_step", "on_episode")
 
     @property
     def offline(self) -> bool:
@@ -298,12 +320,20 @@ class ControlSpec(ExperimentSpec):
         if self.net.recurrent is not None and not isinstance(self.algorithm, PPOSpec | A2CSpec | DQNSpec | SACSpec):
             yield Conflict(("net", "recurrent"), f"{self.algorithm.name} does not support it: use ppo, a2c, dqn or sac")
         yield from self._net_conflicts()
+        yield from self._hook_conflicts()
         if self.cluster.environments > self.env.num_envs:
             yield Conflict(("cluster", "environments"), f"expected at most `env.num_envs` = {self.env.num_envs}")
         if isinstance(self.algorithm, PPOSpec) and self.algorithm.staleness:
             yield from self._staleness_conflicts()
         elif self.cluster.environments and self.env.vectorize != "async":
             yield Conflict(("env", "vectorize"), "expected async, because `cluster.environments` places single copies")
+
+    def _hook_conflicts(self) -> Iterator[Conflict]:
+        elsewhere = self.offline or getattr(self.algorithm, "staleness", 0)
+        why = "it learns from a file" if self.offline else "with algorithm.staleness other processes step them"
+        for field in ("on_step", "on_episode"):
+            if getattr(self, field) and elsewhere:
+                yield Conflict((field,), f"expected none, because this process steps no training environments: {why}")
 
     def _net_conflicts(self) -> Iterator[Conflict]:
         net, algorithm = self.net, self.algorithm
