@@ -13,6 +13,7 @@ import gymnasium as gym
 from gymnasium.vector import VectorEnv
 
 from palestra.control.envs import classic
+from palestra.control.envs.agents import WholeGame, games, make_game
 from palestra.control.envs.atari import AtariGame, atari_games
 from palestra.control.envs.components import Components
 from palestra.control.envs.snapshot import Snapshot
@@ -22,7 +23,7 @@ from palestra.control.seeding import load_random_state, random_state
 from palestra.control.spaces import FlatAction, PackedBox, PackedObservation, flat_actions
 from palestra.errors import MissingExtra, UsageError
 from palestra.spec.imports import import_named
-from palestra.spec.kinds.control import EnvSpec
+from palestra.spec.kinds.control import PETTINGZOO, EnvSpec
 
 log = logging.getLogger("palestra.control")
 
@@ -101,6 +102,8 @@ def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) ->
     """`num_envs` copies of the environment that step together and reset themselves."""
     if spec.module is not None:
         import_named(spec.module, "env.module")
+    if _has_agents(spec):
+        return games(spec, num_envs)
     if factory is None and spec.vectorize in ("auto", "vector"):
         if spec.id in NUMPY and not spec.kwargs and spec.frame_stack is None and not spec.components:
             return NUMPY[spec.id](num_envs)
@@ -127,6 +130,8 @@ def evaluation_vector(
     """Environments for evaluation: episodes of Atari games are whole games."""
     if factory is None and _is_atari(spec):
         spec = spec.model_copy(update={"kwargs": _of_whole_games(spec)})
+    if _has_agents(spec):
+        return games(spec, at_most, at_most=True)
     return make(spec, at_most, factory)
 
 
@@ -142,6 +147,8 @@ def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: Any) ->
         with _explained(spec):
             games = atari_games(spec.id, 1, _of_whole_games(spec), spec.frame_stack)
             return AtariGame(games, kwargs.get("render_mode"))
+    elif _has_agents(spec):
+        return WholeGame(spec.id, make_game(spec, **kwargs), marked=spec.policies > 1)
     elif ":" in spec.id:
         env = _imported(spec, kwargs)
     else:
@@ -185,6 +192,10 @@ def factory_of(env: object) -> Factory:
 def _of_whole_games(spec: EnvSpec) -> dict[str, Any]:
     """An Atari game's keywords, with episodes that go on after a lost life."""
     return {name: value for name, value in spec.kwargs.items() if name != "life_loss_info"}
+
+
+def _has_agents(spec: EnvSpec) -> bool:
+    return spec.id.startswith(PETTINGZOO)
 
 
 def _is_atari(spec: EnvSpec) -> bool:
