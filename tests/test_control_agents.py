@@ -9,7 +9,8 @@ from conftest import SHORT
 from gymnasium import spaces
 
 import palestra
-from palestra.control.envs.agents import Agents, Meeting, WholeGame, games
+from examples.control.meeting import Meeting
+from palestra.control.envs.agents import Agents, WholeGame, games
 from palestra.control.envs.make import evaluation_vector, make_single, make_vector
 from palestra.control.nets.agents import SeparateAgents
 from palestra.control.nets.heads import ActionHead
@@ -19,7 +20,7 @@ from palestra.spec.load import load
 from palestra.spec.shape import NetSpec
 from palestra.spec.validate import SpecError
 
-MEETING = "pettingzoo:palestra.control.envs.agents:Meeting"
+MEETING = "pettingzoo:examples.control.meeting:Meeting"
 ENV = {"id": MEETING, "num_envs": 6, "kwargs": {"steps": 4}}
 
 

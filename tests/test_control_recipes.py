@@ -31,15 +31,34 @@ def test_grid_of_another_environment_is_refused():
         make_single(EnvSpec.model_validate({**ROOMS, "kwargs": {"id": "CartPole-v1"}}))
 
 
-@pytest.mark.parametrize(("name", "package"), [("ppo_minigrid", "minigrid"), ("sac_dm_control", "shimmy")])
-def test_recipe_trains_for_a_moment(tmp_path, name, package):
-    pytest.importorskip(package)
-    if package == "shimmy":
-        pytest.importorskip("dm_control")
+def test_grid_recipe_trains_for_a_moment(tmp_path):
+    pytest.importorskip("minigrid")
     few = {"train.frames": 1024, "max_session": 1, "eval.episodes": 1, "every.eval": None}
-    few |= {"algorithm.start": 1000} if package == "shimmy" else {}
-    run = palestra.run(f"examples/control/{name}.yaml", root=tmp_path, quiet=True, overrides=few)
+    run = palestra.run("examples/control/ppo_minigrid.yaml", root=tmp_path, quiet=True, overrides=few)
     assert np.isfinite(run.metrics()[-1]["eval/return"])
+
+
+def test_control_suite_has_its_observations_as_one_array():
+    pytest.importorskip("shimmy")
+    pytest.importorskip("dm_control")
+    spec = {"id": "dm_control/cartpole-balance-v0", "module": "palestra.control.envs.dm_control"}
+    env = make_single(EnvSpec.model_validate(spec))
+    obs, _ = env.reset(seed=0)
+    again, _ = env.reset(seed=0)
+    assert obs.shape == (5,)
+    np.testing.assert_array_equal(obs, again)
+    _, reward, terminated, truncated, _ = env.step(np.zeros(1))
+    assert 0 < float(reward) <= 1
+    assert not terminated
+    assert not truncated
+
+
+@pytest.mark.slow
+def test_control_suite_recipe_learns(tmp_path):
+    pytest.importorskip("shimmy")
+    pytest.importorskip("dm_control")
+    run = palestra.run("examples/control/sac_dm_control.yaml", root=tmp_path, quiet=True, seed=100, max_session=1)
+    assert run.metrics()[-1]["eval/return"] > run.metrics()[0]["return"] + 200
 
 
 @pytest.mark.slow

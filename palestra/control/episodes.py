@@ -117,13 +117,10 @@ class Episodes:
         if not self.recent:
             return {"episodes": self.finished}
         returns, lengths = zip(*self.recent, strict=True)
-        known = {name: [row[name] for row in self.recent_components if name in row] for name in self._component_names()}
-        components = {f"component/{name}": float(np.mean(values)) for name, values in known.items()}
         means = {"return": float(np.mean(returns)), "length": float(np.mean(lengths)), "episodes": self.finished}
-        return means | components
-
-    def _component_names(self) -> list[str]:
-        return list(dict.fromkeys(name for row in self.recent_components for name in row))
+        names = dict.fromkeys(name for row in self.recent_components for name in row)
+        known = {name: [row[name] for row in self.recent_components if name in row] for name in names}
+        return means | {f"component/{name}": float(np.mean(values)) for name, values in known.items()}
 
     def state(self) -> dict[str, Any]:
         return {
