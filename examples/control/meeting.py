@@ -44,8 +44,9 @@ class Meeting:
         apart = np.linalg.norm(self.places[:, None] - self.places[None], axis=-1)
         count = len(self.possible_agents)
         reward = -float(apart.sum() / max(1, count * (count - 1)))
-        columns = (reward, False, self.t >= self.steps, {})
-        return self._seen(), *(dict.fromkeys(self.possible_agents, value) for value in columns)
+        agents, over = self.possible_agents, self.t >= self.steps
+        rewards, terminated, truncated = (dict.fromkeys(agents, value) for value in (reward, False, over))
+        return self._seen(), rewards, terminated, truncated, {agent: {} for agent in agents}
 
     def render(self) -> np.ndarray:
         """The square from above, a dot for each agent."""

@@ -124,8 +124,10 @@ def step_game(name: str, game: Game, agents: Sequence[Any], actions: Any) -> tup
     if any(over.values()) and not all(over.values()):
         first = next(agent for agent, ended in over.items() if ended)
         raise UsageError(f"{name}: {first} has ended before the others; wrap the game in SuperSuit's black_death_v3")
-    columns = (np.array([by_agent[agent] for agent in agents]) for by_agent in (rewards, terminated, truncated))
-    return obs, *columns
+    paid, ended, cut = (
+        np.array([by_agent[agent] for agent in agents]) for by_agent in (rewards, terminated, truncated)
+    )
+    return obs, paid, ended, cut
 
 
 class WholeGame(gym.Env):

@@ -44,5 +44,7 @@ class SeparateAgents(Actor):
         return (torch.stack(outputs, dim=1) * which[:, :, None]).sum(dim=1)
 
     def _log_std(self, obs: Tensor) -> Tensor | None:
-        every = [net.log_std for net in self.nets if isinstance(net, ActorCritic) and net.log_std is not None]
+        every: list[Tensor] = [
+            net.log_std for net in self.nets if isinstance(net, ActorCritic) and net.log_std is not None
+        ]
         return obs[:, -self.agents :] @ torch.stack(every) if every else None
