@@ -8,6 +8,7 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted(path for path in ROOT.glob("examples/**/*") if path.suffix in (".yaml", ".yml", ".json"))
 VARIABLES = {
     "classic.yaml:any": {"env": "MountainCarContinuous-v0", "frames": "1e5"},
+    **{f"mujoco.yaml:{name}": {"env": "Hopper-v5", "frames": "1e5"} for name in ("ppo", "sac", "crossq")},
     "ppo_atari.yaml": {"env": "ALE/Pong-v5", "lam": "0.95"},
     "shakespeare.yaml": {"text": "text.txt"},
 }

@@ -15,7 +15,7 @@ from conftest import SHORT
 
 from palestra.bench.results import BenchRecord, BenchResult, append, find, identity, measure, read, shipped
 from palestra.bench.run import bench, plan
-from palestra.bench.suites import SEEDS, SUITES, Entry, entries, parse_seeds
+from palestra.bench.suites import SEEDS, SHIPPED, SUITES, Entry, entries, parse_seeds
 from palestra.bench.table import COLUMNS, HISTORY, markdown_table, verdict, write_page
 from palestra.control.trial_metrics import score
 from palestra.errors import UsageError
@@ -69,7 +69,7 @@ def measured(folder: Path) -> list[BenchRecord]:
 
 
 def test_bench_row_has_the_score_of_each_seed_by_the_formula(finished):
-    spec = shipped(finished / "specs", "ppo_cartpole")
+    spec = shipped(finished / "specs", SUITES["classic"].entries[0])
     assert spec is not None
     (record,) = read(finished / "page.jsonl")
     assert [record] == measured(finished)
@@ -239,7 +239,8 @@ def test_bench_a_run_that_fails_leaves_the_others_and_the_table(scratch):
     ],
 )
 def test_bench_bad_arguments_are_usage_errors(tmp_path, given, said):
-    settings = {"suite": None, "seeds": None, "only": None, "parallel": 1, "table_only": False, "tell": print}
+    settings = {"suite": None, "seeds": None, "only": None, "parallel": 1, "hours": None}
+    settings |= {"table_only": False, "tell": print}
     places = {"on": None, "out": tmp_path / "page.md", "specs": tmp_path, "root": tmp_path / "runs"}
     with pytest.raises(UsageError, match=said):
         bench(**{**settings, **places, **given})
@@ -262,7 +263,7 @@ def test_parse_seeds_ranges_and_lists():
 
 
 def test_chosen_entries_are_those_whose_name_is_found():
-    assert [e.spec for e in entries("box2d", "continuous")] == [
+    assert [e.spec for e in entries("box2d", "ppo_.*continuous|crossq_.*continuous")] == [
         "ppo_lunar_continuous",
         "crossq_lunar_continuous",
     ]
@@ -271,3 +272,9 @@ def test_chosen_entries_are_those_whose_name_is_found():
 def test_markdown_table_is_what_the_formatter_leaves():
     text = markdown_table(("a", "bb"), [("–", "x"), ("long cell", "λ")])
     assert mdformat.text(text, extensions={"gfm"}) == text
+
+
+def test_every_row_of_the_suites_has_a_shipped_spec_of_its_name_and_no_hash_is_twice():
+    specs = [shipped(SHIPPED, entry) for entry in entries(None)]
+    assert [spec.name for spec in specs if spec is not None] == [entry.spec for entry in entries(None)]
+    assert len({identity(spec) for spec in specs if spec is not None}) == len(specs)

@@ -38,14 +38,14 @@ class SpecSessions:
     stale: int
 
 
-def shipped(folder: Path, name: str) -> ControlSpec | None:
-    """The spec of that name in the folder of specs as it is now; None where there is no such file."""
-    path = folder / f"{name}.yaml"
-    if not path.is_file():
+def shipped(folder: Path, entry: Entry) -> ControlSpec | None:
+    """The spec of a row in the folder of specs as it is now; None where there is no such file."""
+    if not (folder / f"{entry.file or entry.spec}.yaml").is_file():
         return None
-    spec = load(path).spec
+    source = entry.source(folder)
+    spec = load(source).spec
     if not isinstance(spec, ControlSpec):
-        raise UsageError(f"{path} is of kind {spec.kind}: the suites are of kind control")
+        raise UsageError(f"{source} is of kind {spec.kind}: the suites are of kind control")
     return spec
 
 
@@ -149,7 +149,7 @@ class BenchResult:
 
 def measure(entry: Entry, specs: Path, root: Path, seeds: Sequence[int]) -> list[BenchRecord]:
     """The finished runs of the shipped spec, including those from dirty commits."""
-    spec = shipped(specs, entry.spec)
+    spec = shipped(specs, entry)
     if spec is None:
         return []
     window, grouped, settings = entry.window(spec.train.frames), {}, plain(spec) | NEUTRAL
@@ -160,7 +160,7 @@ def measure(entry: Entry, specs: Path, root: Path, seeds: Sequence[int]) -> list
         manifest = read_json(path / "manifest.json")
         value = score([row["return"] for row in points], [row["frame"] for row in points], window)
         frames, date = int(points[-1]["frame"]), manifest["created"][:10]
-        key = (_clean_commit(path, manifest["git"]), _machine(manifest))
+        key = (_clean_commit(path, manifest["git"]), machine_of(manifest))
         about = (entry.spec, identity(spec), spec.env.id, frames, window)
         new = BenchRecord(*about, {seed: value}, *key, date, settings)
         old = grouped.get(key, new)
@@ -223,6 +223,7 @@ def _clean_commit(session: Path, git: dict[str, Any] | None) -> str | None:
     return git["commit"] if changed and all(path.startswith(PAGE) for path in changed) else None
 
 
-def _machine(manifest: dict[str, Any]) -> str:
+def machine_of(manifest: dict[str, Any]) -> str:
+    """Its processor, architecture and number of cores."""
     architecture = re.search(r"x86_64|aarch64|arm64|AMD64", manifest["os"])
     return f"{manifest['cpu']} ({architecture[0] if architecture else manifest['os']}, {manifest['cores']} cores)"

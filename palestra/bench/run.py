@@ -1,5 +1,6 @@
 """Runs the missing seeds of a suite in parallel, one run for each spec and seed; finished seeds are kept."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import closing
@@ -7,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from palestra.bench.results import BenchRecord, BenchResult, append, find, measure, shipped
+from palestra.bench.speed import Missing, cheapest_first, missing, write_speeds
 from palestra.bench.suites import CHECKOUT, SHIPPED, Entry, entries, parse_seeds
 from palestra.bench.table import verdict, write_page
 from palestra.cluster.where import open_backend, refuse_more
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs.session import stop_signals
 from palestra.work import fanout
-from palestra.work.fanout import Resources, Stop, WorkItem
+from palestra.work.fanout import STOP_SECONDS, Resources, Stop, WorkItem
 
 Tell = Callable[[str], None]
+START_SECONDS = 90.0
+"""Of a row of unknown speed; its run continues later."""
 
 
 def bench(
@@ -24,6 +28,7 @@ def bench(
     seeds: str | None,
     only: str | None,
     parallel: int | None,
+    hours: float | None,
     on: str | None,
     out: Path | None,
     table_only: bool,
@@ -31,15 +36,21 @@ def bench(
     root: Path,
     tell: Tell,
 ) -> None:
-    """Run the missing seeds of a suite, unless `table_only`; print its scores, and enter them in the table of `out`."""
-    if suite is None and not table_only:
-        raise UsageError("give a suite to run (classic, box2d, mujoco, atari), or --table to write the page only")
+    """Run the missing seeds of a suite, unless `table_only`; print its scores, and enter them in the table of `out`.
+
+    With `hours`, of one suite or of all: the rows that take the least first, and only for so long.
+    """
+    if suite is None and not table_only and hours is None:
+        suites = "give a suite to run (classic, box2d, mujoco, atari)"
+        raise UsageError(f"{suites}, --hours to run the cheapest rows of all, or --table to write the page only")
     folder, wanted = specs or SHIPPED, None if seeds is None else parse_seeds(seeds)
     chosen = entries(suite, only)
     if out is None and SHIPPED.is_dir() and Path.cwd().is_relative_to(CHECKOUT):
         out = CHECKOUT / "docs" / "benchmarks.md"
     try:
-        if not table_only:
+        if hours is not None and not table_only:
+            run_for(hours, chosen, wanted, folder, root, parallel, tell, on)
+        elif not table_only:
             run(plan(chosen, wanted, folder, root, tell), root, parallel, tell, on)
     finally:  # finished runs enter the table, also if other runs failed or were stopped
         measured = {entry: measure(entry, folder, root, wanted or entry.seeds) for entry in chosen}
@@ -47,6 +58,7 @@ def bench(
             tell(_described(entry, records))
         if out is not None:
             append(out.with_suffix(".jsonl"), [record for of in measured.values() for record in of], tell)
+            write_speeds(out, chosen, folder, root)
             write_page(out, folder, root)
             tell(str(out))
 
@@ -64,8 +76,8 @@ def plan(entries: Sequence[Entry], wanted: Sequence[int] | None, specs: Path, ro
     """The missing runs; tells which seeds are done or running, and how many runs of other versions are ignored."""
     items = []
     for entry in entries:
-        seeds, source = wanted or entry.seeds, specs / f"{entry.spec}.yaml"
-        spec = shipped(specs, entry.spec)
+        seeds, source = wanted or entry.seeds, entry.source(specs)
+        spec = shipped(specs, entry)
         if spec is None:
             raise UsageError(f"no spec {source}: give the folder of the suite's specs with --specs")
         sessions = find(root, spec)
@@ -86,36 +98,91 @@ def plan(entries: Sequence[Entry], wanted: Sequence[int] | None, specs: Path, ro
     return items
 
 
+def run_for(
+    hours: float,
+    entries: Sequence[Entry],
+    wanted: Sequence[int] | None,
+    specs: Path,
+    root: Path,
+    parallel: int | None,
+    tell: Tell,
+    on: str | None,
+) -> None:
+    """Run missing seeds for so many hours, cheapest rows first; rows of unknown speed are begun before, to measure."""
+    begin = time.monotonic()
+    rows = [missing(entry, wanted, specs, root) for entry in entries]
+    failed: dict[Entry, str] = {}
+    unknown = [row.entry for row in rows if row.seeds and row.frames_per_s is None]
+    if parallel is None:
+        backend, available = open_backend(on, "bench")
+        backend.close()
+        parallel = available.cores
+    while unknown and time.monotonic() - begin < hours * 3600 / 2:  # the rest of the time is for whole rows
+        wave, unknown = unknown[:parallel], unknown[parallel:]
+        tell(f"measuring {', '.join(entry.spec for entry in wave)}")
+        items = [plan([entry], wanted, specs, root, lambda line: None)[0] for entry in wave]
+        left = hours * 3600 - (time.monotonic() - begin)
+        failures = _run(items, root, parallel, tell, on, min(START_SECONDS, left))
+        failed |= {e: failures[item.name] for e, item in zip(wave, items, strict=True) if item.name in failures}
+    ordered = cheapest_first(missing(entry, wanted, specs, root) for entry in entries if entry not in failed)
+    for row in ordered:
+        tell(_cost(row))
+    items = plan([row.entry for row in ordered], wanted, specs, root, tell)
+    failures = _run(items, root, parallel, tell, on, hours * 3600 - (time.monotonic() - begin))
+    if failures := [*failed.values(), *failures.values()]:
+        raise PalestraError(f"{len(failures)} runs failed, logs in {root / 'logs'}:\n" + "\n".join(failures))
+
+
+def _cost(row: Missing) -> str:
+    """A row that is to be run, for the terminal."""
+    cost = f"{row.hours:.2g} hours at {row.frames_per_s:,.0f} frames/s" if row.frames_per_s else "speed unknown"
+    return f"{row.entry.spec:<26} {len(row.seeds)} seeds missing, {cost}"
+
+
 def run(items: Sequence[WorkItem], root: Path, parallel: int | None, tell: Tell, on: str | None = None) -> None:
     """Run the items, `parallel` at a time, else one per core; those that fail do not stop the others."""
+    if failed := _run(items, root, parallel, tell, on, None):
+        lines = "\n".join(failed.values())
+        raise PalestraError(f"{len(failed)} of {len(items)} runs failed, logs in {root / 'logs'}:\n{lines}")
+
+
+def _run(
+    items: Sequence[WorkItem], root: Path, parallel: int | None, tell: Tell, on: str | None, seconds: float | None
+) -> dict[str, str]:
+    """As `run`, for so many seconds at most; a line for each run that failed, by name."""
     if not items:
-        return
+        return {}
+    # What runs then has time to save: runs are killed `STOP_SECONDS` after they were asked to end.
+    deadline = None if seconds is None else time.monotonic() + seconds - min(STOP_SECONDS, seconds / 10)
     backend, available = open_backend(on, "bench")
     parallel = parallel or available.cores
     refuse_more(on, available, parallel, 1)
-    stop, failed, ended = Stop(), [], 0
+    stop, over, failed, ended = Stop(), Stop(), {}, 0
     message = iter(["stopping: runs save their state"])
 
     def watch(states: Mapping[str, str]) -> None:
+        if deadline is not None and time.monotonic() >= deadline and not stop.requested:
+            over()
+            stop()
         if stop.requested and (line := next(message, None)):
             tell(line)
 
-    (logs := root / "logs").mkdir(parents=True, exist_ok=True)
+    (root / "logs").mkdir(parents=True, exist_ok=True)
     running = fanout.run(items, Resources(parallel), backend, stop=stop, progress=watch)
     with stop_signals(stop), closing(running) as outcomes:
         for outcome in outcomes:
             ended += 1
             error, state = outcome.error, "done"
             if error is not None:
-                failed.append(f"  {outcome.item.name}: {error}")
                 stopped = getattr(error, "exit_code", 1) == Interrupted.exit_code
                 state = "stopped" if stopped else f"failed: {error}".splitlines()[0]
                 state = "killed" if isinstance(error, CancelledError) else state
+                if not over.requested:
+                    failed[outcome.item.name] = f"  {outcome.item.name}: {error}"
             tell(f"{outcome.item.name}: {state} ({ended} of {len(items)})")
-    if stop.requested:
+    if stop.requested and not over.requested:
         raise Interrupted("stopped with everything saved; the same command resumes")
-    if failed:
-        raise PalestraError(f"{len(failed)} of {len(items)} runs failed, logs in {logs}:\n" + "\n".join(failed))
+    return failed
 
 
 def run_one(settings: Mapping[str, Any]) -> None:

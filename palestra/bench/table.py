@@ -4,16 +4,19 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from palestra.bench.results import BenchResult, find, identity, log_points, read, results, shipped
+from palestra.bench.speed import hours_cell, speed_file
 from palestra.bench.suites import SEEDS, SUITES, Entry, entries
 from palestra.runs.run import make_trial
-from palestra.runs.store import write_bytes
+from palestra.runs.store import read_json, write_bytes
 from palestra.spec.base import ExperimentSpec
 
 COLUMNS = (
     "spec", "environment", "seeds", "mean", "standard error", "IQM", "95 % interval", "SLM-Lab", "verdict", "frames",
     "SLM-Lab's frames", "window", "differs from SLM-Lab's in", "date", "commit", "machine", "spec hash", "curve",
+    "hours missing",
 )  # fmt: skip
 HISTORY = ("spec", "spec hash", "seeds", "mean", "IQM", "SLM-Lab", "verdict", "date", "commit", "machine")
 
@@ -34,15 +37,19 @@ Generated from `benchmarks.jsonl` by `palestra bench --table`; do not edit. `pal
 - A run enters the table once, from a clean commit, and stays: the file is append-only. The scores of a spec before
   it was changed are in the [history](#history).
 - A run counts only if its spec is, except for the seed, the shipped one: the *spec hash* is over all fields.
+- *hours missing* is what the missing seeds of a row would take one after another, by the frames/s that its own runs
+  measured. `palestra bench --hours 2` measures the other rows, runs the cheapest rows first and stops in time;
+  the same command continues.
 """
 
 
 def write_page(out: Path, specs: Path, root: Path) -> None:
     """Write the page of all suites from the results next to it, with a plot for each row whose runs are here."""
     known = results(read(out.with_suffix(".jsonl")))
+    speeds: dict[str, Any] = read_json(speed_file(out)) if speed_file(out).exists() else {}
     parts = [INTRODUCTION]
     for name, suite in SUITES.items():
-        rows = [_row(entry, known, specs, root, out.parent / "plots") for entry in suite.entries]
+        rows = [_row(entry, known, speeds, specs, root, out.parent / "plots") for entry in suite.entries]
         parts.append(f"## {suite.title}\n\n```bash\npalestra bench {name}\n```\n\n{markdown_table(COLUMNS, rows)}")
     past = []
     for entry in entries(None):
@@ -53,9 +60,16 @@ def write_page(out: Path, specs: Path, root: Path) -> None:
     write_bytes(out, "\n".join(parts).encode())
 
 
-def _row(entry: Entry, known: dict[tuple[str, str], BenchResult], specs: Path, root: Path, plots: Path) -> list[str]:
+def _row(
+    entry: Entry,
+    known: dict[tuple[str, str], BenchResult],
+    speeds: dict[str, Any],
+    specs: Path,
+    root: Path,
+    plots: Path,
+) -> list[str]:
     """The cells of a shipped spec; removes its result from `known`, which then holds only earlier versions."""
-    spec = shipped(specs, entry.spec)
+    spec = shipped(specs, entry)
     cells = dict.fromkeys(COLUMNS, "–") | {
         "spec": f"`{entry.spec}`",
         "mean": "no spec" if spec is None else "not run",
@@ -65,8 +79,10 @@ def _row(entry: Entry, known: dict[tuple[str, str], BenchResult], specs: Path, r
     }
     if spec is not None:
         hash = identity(spec)
-        cells |= {"environment": spec.env.id, "spec hash": f"`{hash[:8]}`"}
-        if (result := known.pop((entry.spec, hash), None)) is not None:
+        result = known.pop((entry.spec, hash), None)
+        hours = hours_cell(entry, spec, () if result is None else result.scores, speeds)
+        cells |= {"environment": spec.env.id, "spec hash": f"`{hash[:8]}`", "hours missing": hours}
+        if result is not None:
             plot = plots / f"{entry.spec}_{hash[:8]}.png"
             cells |= _cells(entry, result) | {"curve": _curve(entry, spec, sorted(result.scores), root, plot)}
     return list(cells.values())

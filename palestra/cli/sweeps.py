@@ -187,6 +187,9 @@ def bench(
     ] = None,
     only: Annotated[str | None, Option(metavar="REGEX", help="Only specs whose name matches.")] = None,
     parallel: Annotated[int | None, Option(min=1, help="Parallel runs; by default one per core.")] = None,
+    hours: Annotated[
+        float | None, Option(min=0, metavar="H", help="Run for so many hours, the cheapest missing rows first.")
+    ] = None,
     on: options.On = None,
     out: Annotated[Path | None, Option(help="The page to write; in a checkout docs/benchmarks.md.")] = None,
     table_only: Annotated[bool, Option("--table", help="Run nothing: update the table from the run folders.")] = False,

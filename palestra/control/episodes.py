@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,11 @@ class Episodes:
         self.finished = 0
         self.just_finished: list[tuple[int, float, int]] = []
         """Environment, return and length of the episodes that ended in the last step."""
+        self.components_of: dict[int, dict[str, float]] = {}
+        """The sums of `env.components` of those episodes, by environment."""
+        self.recent_components: deque[dict[str, float]] = deque(maxlen=EPISODE_WINDOW)
+        self.listener: Callable[[Episodes, np.ndarray, Transition], None] | None = None
+        """Called after every step."""
 
     def reset(self, seed: int) -> None:
         """Reset every environment, each with its own seed."""
@@ -80,6 +85,10 @@ class Episodes:
             self.recent.extend(zip(returns, lengths, strict=True))
             self.finished += len(over)
             self.episode_return[over] = self.episode_length[over] = 0
+            self.components_of = self.stepper.components
+            self.recent_components.extend(self.components_of.values())
+        if self.listener is not None:
+            self.listener(self, actions, transition)
         return transition
 
     def add(self, frames: int, finished: int, recent: Sequence[tuple[float, int]]) -> None:
@@ -108,7 +117,10 @@ class Episodes:
         if not self.recent:
             return {"episodes": self.finished}
         returns, lengths = zip(*self.recent, strict=True)
-        return {"return": float(np.mean(returns)), "length": float(np.mean(lengths)), "episodes": self.finished}
+        means = {"return": float(np.mean(returns)), "length": float(np.mean(lengths)), "episodes": self.finished}
+        names = dict.fromkeys(name for row in self.recent_components for name in row)
+        known = {name: [row[name] for row in self.recent_components if name in row] for name in names}
+        return means | {f"component/{name}": float(np.mean(values)) for name, values in known.items()}
 
     def state(self) -> dict[str, Any]:
         return {
@@ -121,6 +133,7 @@ class Episodes:
             "episode_return": self.episode_return.copy(),
             "episode_length": self.episode_length.copy(),
             "recent": [list(pair) for pair in self.recent],
+            "components": [dict(row) for row in self.recent_components],
         }
 
     def load_state(self, state: dict[str, Any]) -> np.ndarray | None:
@@ -130,6 +143,7 @@ class Episodes:
         self.frame, self.finished = state["frame"], state["episodes"]
         self.episode_return, self.episode_length = state["episode_return"].copy(), state["episode_length"].copy()
         self.recent = deque((tuple(pair) for pair in state["recent"]), maxlen=EPISODE_WINDOW)
+        self.recent_components = deque(map(dict, state.get("components", ())), maxlen=EPISODE_WINDOW)
         restarted = restore_vector(self.stepper.env, state["env"])
         if restarted is None:
             return None

@@ -2,24 +2,28 @@
 
 import logging
 import math
+import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import torch
 
 from palestra.control.algorithms import algorithm_of, check_actions
 from palestra.control.algorithms.base import AlgorithmParts
-from palestra.control.envs.make import Factory, MakeVector, evaluation_vector, make_vector
+from palestra.control.envs.make import Factory, MakeVector, evaluation_vector, make_single, make_vector
 from palestra.control.envs.snapshot import vector_exactness
 from palestra.control.envs.stepping import Stepper
 from palestra.control.episodes import NotFinite
-from palestra.control.evaluation import evaluate
+from palestra.control.evaluation import evaluate, play, write_video
+from palestra.control.hooks import Hooks
 from palestra.control.optim import products, should_compile
 from palestra.control.sb3 import initial
 from palestra.control.seeding import load_random_state, random_state, seed_everything, stream
+from palestra.errors import UsageError
 from palestra.runs.loop import Counters, Row, Stopped, due, restore, run
 from palestra.runs.recorder import Recorder
 from palestra.runs.session import Session
@@ -44,6 +48,8 @@ def train(
     trainer = ControlTrainer(spec, session.seed, factory, make, compile=compile)
     evaluation_env = evaluation_vector(spec.env, min(spec.eval.num_envs, spec.eval.episodes), factory, make_evaluated)
     trainer.algorithm.folder = session.path / "replay"
+    trainer.hooks = Hooks(spec, trainer.policy, session.path)
+    trainer.hooks.listen(trainer.episodes)
     trainer.begin(None if saved is None else saved.state)
     if (inexact := vector_exactness(trainer.env)) is not None:
         log.warning(inexact)
@@ -58,6 +64,25 @@ def train(
         run(spec, session, trainer, record, saved)
 
 
+def make_video_env(spec: ControlSpec, factory: Factory | None) -> gym.Env:
+    """An environment that draws its pictures in memory."""
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame looks for a screen even to draw into memory
+    return make_single(spec.env, factory, render_mode="rgb_array")
+
+
+def check_pictures(spec: ControlSpec, factory: Factory | None) -> None:
+    """Refuse `every.video` for an environment that gives no pictures here."""
+    with closing(make_video_env(spec, factory)) as env:
+        try:
+            env.reset(seed=0)
+            picture = env.render()
+        except Exception as error:
+            raised = f"{spec.env.id} cannot be drawn here ({type(error).__name__}: {error})"
+            raise UsageError(f"every.video: {raised}: set it to null, or install what drawing needs") from error
+    if not hasattr(picture, "shape"):
+        raise UsageError(f"every.video: {spec.env.id} gives no pictures with render_mode='rgb_array': set it to null")
+
+
 class ControlTrainer:
     """One session's whole state in one place: policy, algorithm, environments, generators and counters."""
 
@@ -65,12 +90,14 @@ class ControlTrainer:
     session: Session
     record: Recorder
     evaluator: Stepper
+    hooks: Hooks | None = None
 
     def __init__(
         self, spec: ControlSpec, seed: int, factory: Factory | None, make: MakeVector = make_vector, *, compile: bool
     ):
         seed_everything(seed)
         self.spec, self.seed, self.steps, self.compiled = spec, seed, 0, compile
+        self.factory = factory
         self.evaluated, self.last_evaluated = 0, 0  # frames of all evaluations, and of the last one
         device = torch.device("cuda" if spec.device == "cuda" else "cpu")
         self.env = make(spec.env, spec.env.num_envs, factory)
@@ -88,7 +115,7 @@ class ControlTrainer:
 
     @property
     def done(self) -> bool:
-        return self.episodes.frame >= self.spec.train.frames
+        return self.episodes.frame >= self.spec.train.frames or (self.hooks is not None and self.hooks.stop)
 
     def begin(self, saved: dict[str, Any] | None) -> None:
         """Reset the environments, or continue from `state()`."""
@@ -99,6 +126,8 @@ class ControlTrainer:
             return
         self.steps, self.evaluated, self.last_evaluated = saved["steps"], saved["evaluated"], saved["last_evaluated"]
         self.algorithm.load_state(saved["algorithm"])
+        if self.hooks is not None:
+            self.hooks.load_state(saved.get("hooks", {}))
         self.generator.set_state(saved["generator"])
         load_random_state(saved["random"])
 
@@ -128,10 +157,16 @@ class ControlTrainer:
     def metrics(self) -> Row:
         """Of the collecting policy and of the algorithm."""
         name = self.spec.algorithm.name
-        return self.episodes.metrics() | {f"{name}/{metric}": value for metric, value in self._metrics.items()}
+        hooks = {} if self.hooks is None else self.hooks.metrics()
+        algorithm = {f"{name}/{metric}": value for metric, value in self._metrics.items()}
+        return self.episodes.metrics() | algorithm | hooks
 
     def due(self, before: Counters, last: bool) -> list[str]:
-        """An evaluation; `every.eval: auto` also limits its cost in frames."""
+        """An evaluation, a video; `every.eval: auto` also limits the cost of evaluations in frames."""
+        video = ["video"] if due(self.spec.every.video, before, self.counters) else []
+        return [*self._evaluation_due(before, last), *video]
+
+    def _evaluation_due(self, before: Counters, last: bool) -> list[str]:
         spec = self.spec
         if last or (due(spec.evaluations, before, self.counters) and (spec.every.eval != "auto" or spec.offline)):
             return ["eval"]
@@ -143,6 +178,19 @@ class ControlTrainer:
 
     def measure(self, names: Sequence[str]) -> Row:
         """Whole episodes in environments of their own."""
+        if "video" in names:
+            self._write_video()
+        return self._evaluate() if "eval" in names else {}
+
+    def _write_video(self) -> None:
+        """One episode as a GIF, written beside and renamed."""
+        folder, seed = self.session.path / "videos", stream(self.seed, "video", self.steps)
+        with self.record.span("video"), closing(make_video_env(self.spec, self.factory)) as env:
+            _, (frames,) = play(self.policy, env, 1, seed)
+            write_video(frames, folder / ".partial.gif", env.metadata.get("render_fps", 30))
+        (folder / ".partial.gif").rename(folder / f"frame_{self.episodes.frame:09d}.gif")
+
+    def _evaluate(self) -> Row:
         # A seed of its own for every evaluation: no state to save, and a resumed run repeats it.
         seed, began, episodes = stream(self.seed, "eval", self.steps), time.perf_counter(), self.spec.eval.episodes
         with self.record.span("eval"):
@@ -171,6 +219,7 @@ class ControlTrainer:
             "algorithm": self.algorithm.state(),
             "generator": self.generator.get_state(),
             "random": random_state(),
+            **({} if self.hooks is None else {"hooks": self.hooks.state()}),
         }
 
     def model(self) -> None:

@@ -21,7 +21,7 @@ from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy
 from palestra.control.seeding import stream
 from palestra.control.spaces import ObsShape
-from palestra.control.trainer import train
+from palestra.control.trainer import check_pictures, train
 from palestra.control.trial_metrics import summarize
 from palestra.errors import UsageError
 from palestra.kinds.trial import Launch, check_spec, in_session, run_sessions
@@ -52,6 +52,8 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
     if getattr(spec.algorithm, "her", None) is not None:
         check_goals(goals_of(probe), spec.env.id)
     probe.close()
+    if spec.every.video is not None:
+        check_pictures(spec, factory)
 
     def summary(trial: Run) -> dict[str, Any]:
         rows = {seed: trial.metrics(seed) for seed in trial.seeds}

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from palestra.control.envs.stepping import Stepper
 from palestra.control.episodes import Episodes
 from palestra.control.graphs import Graphed
 from palestra.control.nets.actor_critic import Actor, Recurrent
+from palestra.control.nets.agents import SeparateAgents
 from palestra.control.nets.heads import ActionHead
 from palestra.control.optim import compiled
 from palestra.control.policy import Policy
@@ -102,6 +104,8 @@ class Algorithm(ABC):
         """A new network that acts, for these spaces: training starts from it, a checkpoint is loaded into it."""
         head = head.with_family(getattr(spec.algorithm, "distribution", head.family))
         network = cls.network if spec.net.recurrent is None else Recurrent
+        if spec.env.policies > 1:
+            network = partial(SeparateAgents, agents=spec.env.policies)
         return network(obs_shape, head, spec.net, obs_scale(spec.env, obs_shape))
 
     def begin_from(self, given: Mapping[str, Any]) -> None:

@@ -13,7 +13,9 @@ import gymnasium as gym
 from gymnasium.vector import VectorEnv
 
 from palestra.control.envs import classic
+from palestra.control.envs.agents import WholeGame, games, make_game
 from palestra.control.envs.atari import AtariGame, atari_games
+from palestra.control.envs.components import Components
 from palestra.control.envs.snapshot import Snapshot
 from palestra.control.envs.vector import copies
 from palestra.control.envs.workers import Make
@@ -21,7 +23,7 @@ from palestra.control.seeding import load_random_state, random_state
 from palestra.control.spaces import FlatAction, PackedBox, PackedObservation, flat_actions
 from palestra.errors import MissingExtra, UsageError
 from palestra.spec.imports import import_named
-from palestra.spec.kinds.control import EnvSpec
+from palestra.spec.kinds.control import PETTINGZOO, EnvSpec
 
 log = logging.getLogger("palestra.control")
 
@@ -100,10 +102,14 @@ def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) ->
     """`num_envs` copies of the environment that step together and reset themselves."""
     if spec.module is not None:
         import_named(spec.module, "env.module")
+    if _has_agents(spec):
+        return games(spec, num_envs)
     if factory is None and spec.vectorize in ("auto", "vector"):
-        if spec.id in NUMPY and not spec.kwargs and spec.frame_stack is None:
+        if spec.id in NUMPY and not spec.kwargs and spec.frame_stack is None and not spec.components:
             return NUMPY[spec.id](num_envs)
         if _is_atari(spec):
+            if spec.components:
+                raise UsageError("env.components: Atari games step in C++ and give none: use `vectorize: sync`")
             with _explained(spec):
                 return atari_games(spec.id, num_envs, spec.kwargs, spec.frame_stack)
         if spec.vectorize == "vector":
@@ -124,6 +130,8 @@ def evaluation_vector(
     """Environments for evaluation: episodes of Atari games are whole games."""
     if factory is None and _is_atari(spec):
         spec = spec.model_copy(update={"kwargs": _of_whole_games(spec)})
+    if _has_agents(spec):
+        return games(spec, at_most, at_most=True)
     return make(spec, at_most, factory)
 
 
@@ -139,12 +147,16 @@ def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: Any) ->
         with _explained(spec):
             games = atari_games(spec.id, 1, _of_whole_games(spec), spec.frame_stack)
             return AtariGame(games, kwargs.get("render_mode"))
+    elif _has_agents(spec):
+        return WholeGame(spec.id, make_game(spec, **kwargs), marked=spec.policies > 1)
     elif ":" in spec.id:
         env = _imported(spec, kwargs)
     else:
         with _explained(spec):
             arguments: dict[str, Any] = {**spec.kwargs, **kwargs}
             env = gym.make(spec.id, **arguments)
+    if spec.components or spec.reward_weights is not None:
+        env = Components(env, spec.components, spec.reward_weights)
     if flat_actions(env.action_space) is not env.action_space:
         env = FlatAction(env)
     if not isinstance(env.observation_space, gym.spaces.Box):
@@ -180,6 +192,10 @@ def factory_of(env: object) -> Factory:
 def _of_whole_games(spec: EnvSpec) -> dict[str, Any]:
     """An Atari game's keywords, with episodes that go on after a lost life."""
     return {name: value for name, value in spec.kwargs.items() if name != "life_loss_info"}
+
+
+def _has_agents(spec: EnvSpec) -> bool:
+    return spec.id.startswith(PETTINGZOO)
 
 
 def _is_atari(spec: EnvSpec) -> bool:

@@ -23,6 +23,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from palestra.control.envs.components import KEY as COMPONENTS
 from palestra.errors import PalestraError, UsageError
 
 KEY = "action_mask"
@@ -97,6 +98,8 @@ class Stepper:
         """Indices of the episodes that ended in the last step with a complete score; None when none did.
 
         All that ended, unless `info["game_over"]` is False: the game continues after a lost life."""
+        self.components: dict[int, dict[str, float]] = {}
+        """By environment, the sums of `env.components` over the episodes that ended in the last step."""
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         """Reset every environment; environment i gets `seed + i`."""
@@ -116,6 +119,7 @@ class Stepper:
         ends = np.logical_or(terminated, truncated)
         ended = ends.nonzero()[0] if ends.any() else None
         self.over = None if ended is None else _over(ends, infos)
+        self.components = _components(infos) if COMPONENTS in infos else {}
         same_step, valid, final_obs = self.mode is AutoresetMode.SAME_STEP, None, None
         if self.has_dummy_steps:
             valid = ~self._dummy if self._dummy.any() else None
@@ -203,6 +207,14 @@ def _rows(infos: dict[str, Any], ended: np.ndarray, name: str) -> np.ndarray:
             "final observation. Use another autoreset mode or add it."
         )
     return np.stack([np.asarray(infos["final_obs"][i]) for i in ended])
+
+
+def _components(infos: dict[str, Any]) -> dict[int, dict[str, float]]:
+    """By environment, from the arrays that Gymnasium makes of dicts; `_name` says where one was given."""
+    columns, given = infos[COMPONENTS], infos[f"_{COMPONENTS}"]
+    rows = np.flatnonzero(given).tolist()
+    names = [name for name in columns if f"_{name}" in columns]
+    return {i: {name: float(columns[name][i]) for name in names if columns[f"_{name}"][i]} for i in rows}
 
 
 def _over(ends: np.ndarray, infos: dict[str, Any]) -> np.ndarray | None:

@@ -34,7 +34,7 @@ Make = Callable[[], Snapshot]
 DOING = ("nothing", "step", "reset", "being made")
 STEP, RESET, MAKE = 1, 2, 3
 # The infos that are passed on. Gathering all of them costs more than a step of MuJoCo, and nothing reads the others.
-PASSED_ON = ("action_mask", "game_over")
+PASSED_ON = ("action_mask", "game_over", "components")
 STACK_SECONDS = 2.0  # that a hanging process has to write its stack
 
 
@@ -127,9 +127,9 @@ class EnvBlock:
                 arrays.final_obs[i] = obs
                 arrays.begin(i, RESET)
                 obs, info = env.reset()
-                # The mask is of the new episode; whether a game is over was in the last step's info.
+                # The mask is of the new episode; whether a game is over, and the sums, were in the last step's info.
                 final = {"final_info": passed_on} if "action_mask" in passed_on else {}
-                passed_on = {k: v for k, v in passed_on.items() if k == "game_over"} | final | _passed_on(info)
+                passed_on = {k: v for k, v in passed_on.items() if k != "action_mask"} | final | _passed_on(info)
             arrays.obs[i] = obs
             infos.append(passed_on)
         arrays.doing[:] = 0

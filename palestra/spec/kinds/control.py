@@ -2,26 +2,29 @@
 
 from collections.abc import Iterator
 from math import isqrt
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, JsonValue, Tag
+from pydantic import Discriminator, Field, JsonValue, SerializerFunctionWrapHandler, Tag, model_serializer
 
-from palestra.spec.base import Every, ExperimentSpec, Module
+from palestra.spec.base import Every, ExperimentSpec, Function, Module
 from palestra.spec.cluster import EnvClusterSpec
-from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
+from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model, without_defaults
 from palestra.spec.off_policy import ActorCriticSpec, CrossQSpec, DQNSpec, OffPolicySpec, SACSpec, TD3Spec
 from palestra.spec.offline import BCSpec, IQLSpec, OfflineCriticSpec, OfflineSpec, TD3BCSpec
 from palestra.spec.schedule import PositiveRate, Rate, Schedule, constant, warmup_conflicts
 from palestra.spec.shape import NetSpec
+
+PETTINGZOO = "pettingzoo:"
+"""Begins the id of a parallel environment of PettingZoo."""
 
 
 class EnvSpec(Model):
     """The environment and its vectorization."""
 
     id: str = Field(min_length=1)
-    """Gymnasium id such as CartPole-v1, or `module:Class`."""
+    """Gymnasium id such as CartPole-v1, `module:Class`, or `pettingzoo:module` with several agents."""
     num_envs: int = Field(default=4, ge=1)
-    """Number of parallel environments (N)."""
+    """Number of parallel environments (N); of several agents, the agents of all games together."""
     vectorize: Literal["auto", "vector", "sync", "async"] = "auto"
     """The environment's own vectorization, one after another (`sync`), worker processes (`async`), or the fastest."""
     kwargs: dict[str, JsonValue] = Field(default={})
@@ -40,6 +43,16 @@ class EnvSpec(Model):
     """Clip training rewards (after normalization) to ± this; null: no clipping."""
     reset_timeout: float = Field(default=60.0, gt=0)
     """Seconds after which an unresponsive environment is reported as hung."""
+    components: list[str] = Field(default=[])
+    """Keys of `info` whose sums over an episode are logged as component/KEY; `reward`: the parts of a vector reward."""
+    reward_weights: list[float] | None = None
+    """Of an environment with vector rewards: the weights that make them one number; null: rewards are numbers."""
+    policies: int = Field(default=1, ge=1)
+    """Of several agents: 1, one policy for all; or their number, networks of its own for each."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_defaults(self, handler(self), "components", "reward_weights", "policies")
 
 
 class SelfImitationSpec(Model):
@@ -219,6 +232,12 @@ class ControlEvery(Every):
 
     eval: AutoCadence | None = "auto"  # pyrefly: ignore[bad-override]
     """When to evaluate besides at the end: auto up to 20 times, within 10 % of the frames; null: only at the end."""
+    video: CountCadence | None = None
+    """When to write an episode with the most likely actions as a GIF into the session's videos/; null: never."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_defaults(self, handler(self), "video")
 
 
 class ControlSpec(ExperimentSpec):
@@ -242,6 +261,14 @@ class ControlSpec(ExperimentSpec):
     """How often to checkpoint, evaluate and log."""
     cluster: Execution[EnvClusterSpec] = EnvClusterSpec()
     """Where the environments are: in this run's own processes, or in others of this machine or a Ray cluster."""
+    on_step: list[Function] = Field(default=[])
+    """Functions called after every step of the training environments, each as module:function."""
+    on_episode: list[Function] = Field(default=[])
+    """Functions called at the end of every training episode, each as module:function."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_defaults(self, handler(self), "on_step", "on_episode")
 
     @property
     def offline(self) -> bool:
@@ -298,12 +325,40 @@ class ControlSpec(ExperimentSpec):
         if self.net.recurrent is not None and not isinstance(self.algorithm, PPOSpec | A2CSpec | DQNSpec | SACSpec):
             yield Conflict(("net", "recurrent"), f"{self.algorithm.name} does not support it: use ppo, a2c, dqn or sac")
         yield from self._net_conflicts()
+        yield from self._hook_conflicts()
+        if self.env.id.startswith(PETTINGZOO):
+            yield from self._agents_conflicts()
+        elif self.env.policies > 1:
+            yield Conflict(("env", "policies"), f"expected 1: {self.env.id} has one agent; `pettingzoo:` has several")
         if self.cluster.environments > self.env.num_envs:
             yield Conflict(("cluster", "environments"), f"expected at most `env.num_envs` = {self.env.num_envs}")
         if isinstance(self.algorithm, PPOSpec) and self.algorithm.staleness:
             yield from self._staleness_conflicts()
         elif self.cluster.environments and self.env.vectorize != "async":
             yield Conflict(("env", "vectorize"), "expected async, because `cluster.environments` places single copies")
+
+    def _hook_conflicts(self) -> Iterator[Conflict]:
+        elsewhere = self.offline or getattr(self.algorithm, "staleness", 0)
+        why = "it learns from a file" if self.offline else "with algorithm.staleness other processes step them"
+        for field in ("on_step", "on_episode"):
+            if getattr(self, field) and elsewhere:
+                yield Conflict((field,), f"expected none, because this process steps no training environments: {why}")
+
+    def _agents_conflicts(self) -> Iterator[Conflict]:
+        """Of several agents in one environment, whose games are stepped in this process."""
+        env, why = self.env, "environments of several agents do not support it"
+        if env.vectorize in ("async", "vector"):
+            yield Conflict(("env", "vectorize"), f"expected auto or sync: {why}")
+        unset = {"frame_stack": None, "components": [], "reward_weights": None}
+        for field in (name for name, value in unset.items() if getattr(env, name) != value):
+            yield Conflict(("env", field), f"expected none: {why}; wrap the game itself")
+        if self.cluster.environments and not getattr(self.algorithm, "staleness", 0):
+            yield Conflict(("cluster", "environments"), f"expected 0 without algorithm.staleness: {why}")
+        single = self.net.recurrent is None and self.net.graph is None
+        if env.policies > 1 and not (single and isinstance(self.algorithm, PPOSpec | A2CSpec)):
+            yield Conflict(("env", "policies"), "expected 1, or ppo or a2c without net.recurrent and net.graph")
+        if getattr(self.algorithm, "her", None) is not None or self.offline:
+            yield Conflict(("algorithm", "her" if not self.offline else "name"), f"expected another: {why}")
 
     def _net_conflicts(self) -> Iterator[Conflict]:
         net, algorithm = self.net, self.algorithm
