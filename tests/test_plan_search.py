@@ -23,7 +23,7 @@ from palestra.plan.devices import (
     calibration_file,
     find_device,
     parse_pool,
-    read_prices,
+    read_price,
     store_calibration,
 )
 from palestra.plan.job import Job, open_job
@@ -206,12 +206,12 @@ def test_devices_and_prices_that_are_unknown_are_named(tmp_path):
     assert parse_pool("8xh200", 4).count == 32
     file = tmp_path / "prices.yaml"
     file.write_text("H100: 2.5\n")
-    assert read_prices(file, "H100") == 2.5
+    assert read_price(file, "H100") == 2.5
     with pytest.raises(UsageError, match=r"no price of H200, only of H100: add it"):
-        read_prices(file, "H200")
+        read_price(file, "H200")
     file.write_text("- 1\n")
     with pytest.raises(UsageError, match="expected dollars an hour by device"):
-        read_prices(file, "H200")
+        read_price(file, "H200")
 
 
 def test_model_that_fits_nowhere_says_by_how_much(tmp_path):
@@ -289,6 +289,8 @@ def test_cpu_calibration_predicts_the_written_spec_on_shared_cores(tmp_path):
     one, three = (Search(job, Pool(device, count, 1)).written() for count in (1, 3))
     assert one is not None
     assert three is not None
-    assert one.together
-    assert not three.together
+    assert one.loop is not None
+    assert three.loop is not None
+    assert one.loop.together
+    assert not three.loop.together
     assert one.step > three.step

@@ -3,15 +3,14 @@
 import json
 import platform
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import psutil
 
 from palestra.data.cache import cache_root
 from palestra.errors import UsageError, did_you_mean
 from palestra.runs.store import write_json
+from palestra.spec.source import read_file
 
 GB, TERA = 1e9, 1e12
 CPU = "cpu"
@@ -57,6 +56,8 @@ class Device:
     """Seconds that a collective waits for each doubling of its processes."""
     base: float = 0.7 * GB
     """Bytes that a process takes before it has a model."""
+    crowd: float = 1.0
+    """Factor on the seconds of training while other processes of the machine generate."""
     source: str = "published peaks"
     """Where the prices come from."""
 
@@ -140,10 +141,11 @@ def parse_pool(text: str, nodes: int = 1) -> Pool:
 
 def find_device(name: str) -> Device:
     """A device by its name: as calibrated here, else by its published peaks."""
-    known = {published.upper(): published for published in (*PUBLISHED, CPU)}
+    stored = {file.stem for file in (cache_root() / "devices").glob("*.json")} - {calibration_file(CPU).stem}
+    known = {each.upper(): each for each in (*PUBLISHED, *stored, CPU)}
     if name.upper() not in known:
-        names = ", ".join(known.values())
-        words = " ".join(filter(None, (did_you_mean(name.upper(), known), f"Known are {names}; others by --calibrate")))
+        hint = did_you_mean(name.upper(), known)
+        words = " ".join(filter(None, (hint, f"Known are {', '.join(known.values())}; others by --calibrate")))
         raise UsageError(f"--devices: there are no figures of {name}. {words}")
     name = known[name.upper()]
     if (file := calibration_file(name)).is_file():
@@ -162,46 +164,25 @@ def read_calibration(file: Path) -> Device:
     """A stored calibration."""
     try:
         data: dict[str, Any] = json.loads(file.read_text())
-        listed = data.pop("prices")
-        prices = {phase: Work(**listed[phase]) for phase in PHASES}
-        return Device(**data, prices=prices)
+        return Device(**data | {"prices": {phase: Work(*data["prices"][phase]) for phase in PHASES}})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(
-            f"{file} is not a calibration ({error}): remove it, and run palestra plan --calibrate"
-        ) from error
+        words = f"({error}): remove it, and run palestra plan --calibrate"
+        raise UsageError(f"{file} is not a calibration {words}") from error
 
 
 def store_calibration(device: Device) -> Path:
     """Write a calibration, whole or not at all."""
     file = calibration_file(device.name)
     file.parent.mkdir(parents=True, exist_ok=True)
-    prices = {phase: work._asdict() for phase, work in device.prices.items()}
-    fields = ("name", "memory", "link", "network", "hop", "base", "source")
-    write_json(file, {**{name: getattr(device, name) for name in fields}, "prices": prices})
+    write_json(file, asdict(device))
     return file
 
 
-def this_cpu(prices: dict[str, Work], link: float, hop: float, base: float, source: str) -> Device:
-    """A core of this machine as a device."""
-    return Device(CPU, float(psutil.virtual_memory().total), link, link, prices, hop, base, source)
-
-
-def this_gpu(name: str, memory: float, prices: dict[str, Work], source: str) -> Device:
-    """A GPU of this machine: links and network as published, or as those of an H200."""
-    short = next((known for known in sorted(PUBLISHED, key=len, reverse=True) if known in name.replace(" ", "")), None)
-    like = PUBLISHED[short or "H200"]
-    return replace(like, name=short or name.split()[-1], memory=memory, prices=prices, source=source)
-
-
-def read_prices(file: Path, name: str) -> float:
+def read_price(file: Path, name: str) -> float:
     """Dollars an hour of a device, from a YAML or JSON file `{H200: 3.5}`."""
-    from palestra.spec.source import read_file
-
     data = read_file(file).data
     if not isinstance(data, dict) or not all(isinstance(price, int | float) for price in data.values()):
         raise UsageError(f"{file}: expected dollars an hour by device, such as {{H200: 3.5}}")
     if name not in data:
-        raise UsageError(
-            f"{file}: there is no price of {name}, only of {', '.join(map(str, data)) or 'nothing'}: add it"
-        )
+        raise UsageError(f"{file}: there is no price of {name}, only of {', '.join(data) or 'nothing'}: add it")
     return float(data[name])

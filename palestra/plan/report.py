@@ -73,6 +73,7 @@ def as_json(plan: Plan, price: float | None) -> dict[str, Any]:
         "tokens_per_second": plan.job.sampled / plan.step,
         "steps_per_hour": 3600 / plan.step,
         "hours": plan.hours,
+        "lost": plan.lost,
         "cost": None if price is None else price * plan.devices * plan.hours,
         "binds": what,
         "why": sentence,
