@@ -52,36 +52,36 @@ def sampled(prompts: int, group: int, new: int, steps: int = 12, staleness: int 
 ANCHOR = {"algorithm": {"preset": "grpo", "anchor": "recomputed"}}
 """Beside the gradients, a pass of the model as it was and one of the reference model."""
 SPECS: dict[str, dict[str, Any]] = {
-    "pretrain, 0.7M": {**sizes(5, 112, 320), **trained("pretrain", 12, 80)},
-    "pretrain, 21M": {**sizes(5, 576, 2304), **trained("pretrain", 3, 160, 8)},
-    "pretrain, micro-batches": {**sizes(7, 144, 432), **trained("pretrain", 20, 56, 10, micro_tokens=448)},
-    "pretrain, Muon": {**sizes(3, 208, 640), **trained("pretrain", 10, 72), "optim": {"name": "muon"}},
-    "pretrain, two trainers": {**sizes(5, 176, 512), **trained("pretrain", 14, 72), "devices": 2},
-    "sft, 1M": {**sizes(4, 152, 448), **trained("sft", 14, 88)},
-    "posttrain, 10 × 4 × 14": {**sizes(3, 112, 320), **sampled(10, 4, 14)},
-    "posttrain, 5 × 12 × 80": {**sizes(3, 104, 304), **sampled(5, 12, 80)},
-    "posttrain, 9M": {**sizes(3, 480, 1600), **sampled(4, 4, 40, 9)},
-    "posttrain, reference and anchor": {**sizes(4, 112, 336), **sampled(10, 8, 28), **ANCHOR},
-    "posttrain, staleness 1": {**sizes(3, 144, 432), **sampled(7, 8, 40, 12, 1)},
-    "posttrain, a generator apart": {**sizes(3, 160, 480), **sampled(7, 8, 36), "cluster": {"generators": 1}},
+    "pretrain, 1.2M": {**sizes(6, 128, 368), **trained("pretrain", 14, 72)},
+    "pretrain, 14M": {**sizes(4, 544, 1920), **trained("pretrain", 3, 144, 8)},
+    "pretrain, micro-batches": {**sizes(5, 192, 592), **trained("pretrain", 18, 60, 10, micro_tokens=420)},
+    "pretrain, Muon": {**sizes(4, 192, 544), **trained("pretrain", 8, 88), "optim": {"name": "muon"}},
+    "pretrain, two trainers": {**sizes(4, 224, 608), **trained("pretrain", 12, 80), "devices": 2},
+    "sft, 2M": {**sizes(5, 160, 512), **trained("sft", 12, 104)},
+    "posttrain, 14 × 4 × 18": {**sizes(4, 96, 272), **sampled(14, 4, 18)},
+    "posttrain, 4 × 14 × 72": {**sizes(3, 128, 416), **sampled(4, 14, 72)},
+    "posttrain, 12M": {**sizes(4, 448, 1728), **sampled(4, 4, 48, 9)},
+    "posttrain, reference and anchor": {**sizes(3, 160, 448), **sampled(8, 8, 26), **ANCHOR},
+    "posttrain, staleness 1": {**sizes(4, 96, 320), **sampled(8, 8, 44, 12, 1)},
+    "posttrain, a generator apart": {**sizes(4, 160, 384), **sampled(6, 8, 40), "cluster": {"generators": 1}},
     "posttrain, a generator apart, staleness 1": {
-        **sizes(4, 120, 360),
-        **sampled(6, 8, 56, 14, 1),
+        **sizes(3, 192, 448),
+        **sampled(7, 8, 48, 14, 1),
         "cluster": {"generators": 1},
     },
     "posttrain, two generators apart, staleness 2": {
-        **sizes(2, 208, 560),
-        **sampled(9, 8, 44, 14, 2),
+        **sizes(3, 160, 480),
+        **sampled(10, 8, 36, 14, 2),
         "cluster": {"generators": 2},
     },
     "posttrain, two trainers, a generator apart": {
-        **sizes(3, 128, 360),
-        **sampled(8, 8, 30),
+        **sizes(2, 256, 640),
+        **sampled(8, 8, 34),
         "cluster": {"trainers": 2, "generators": 1},
     },
     "posttrain, two trainers, two generators apart": {
-        **sizes(2, 160, 448),
-        **sampled(8, 8, 48),
+        **sizes(2, 224, 640),
+        **sampled(9, 8, 40),
         "cluster": {"trainers": 2, "generators": 2},
     },
 }
@@ -127,7 +127,11 @@ def on_a_gpu(tiny: bool) -> None:
         shape = sizes(2, 64, 128)["shape"]
         calibrate.CASES["cuda"] = [(layers, 64, 128, 96, 4, 16) for layers in (1, 2, 3)]
         calibrate.RUNS["cuda"] = shape
-        specs = {name: {**spec, "shape": shape} for name, spec in specs.items()}
+        few = {"train": {"prompts_per_step": 2, "steps": 5}, "rollout": {"group": 2, "max_new_tokens": 8}}
+        least = {"train": {"batch": 2, "steps": 5}, "context": 64}
+        specs = {
+            name: {**spec, "shape": shape, **(few if "rollout" in spec else least)} for name, spec in specs.items()
+        }
     device = calibrate.calibrated(lambda line: print(json.dumps({"calibrating": line}), flush=True), kind="cuda")
     print(json.dumps({"stored": str(store_calibration(device)), "prices": device.prices}), flush=True)
     print(json.dumps({"seconds": round(time.perf_counter() - begin)}), flush=True)
@@ -220,6 +224,10 @@ def described(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _points(rows: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
+    return [row["devices"] for row in rows], [row["efficiency"] for row in rows]
+
+
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
     import matplotlib
 
@@ -227,24 +235,25 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams["svg.hashsalt"] = "plan"
-    figure, axes = plt.subplots(figsize=(8, 4.5))
+    figure, axes = plt.subplots(figsize=(8, 4.8))
     for name in MODELS:
         mine = [row for row in rows if row["model"] == name]
-        (line,) = axes.plot([r["devices"] for r in mine], [r["efficiency"] for r in mine], marker="o", label=name)
-        before = None
-        for row in mine:
-            if row["binds"] != before:
-                where = (row["devices"], row["efficiency"])
-                axes.annotate(
-                    row["binds"], where, xytext=(3, 5), textcoords="offset points", fontsize=7, color=line.get_color()
-                )
-            before = row["binds"]
+        turns = [
+            row
+            for before, row in zip([None, *mine], mine, strict=False)
+            if not before or before["binds"] != row["binds"]
+        ]
+        words = [row["binds"] if row is turns[0] else f"{row['binds']} from {row['devices']:,}" for row in turns]
+        (line,) = axes.plot(*_points(mine), marker="o", markersize=4, label=f"{name}: {', '.join(words)}")
+        axes.plot(
+            *_points(turns[1:]), "o", markersize=10, fillstyle="none", color=line.get_color()
+        )  # another one binds
     axes.set_xscale("log", base=2)
     axes.set_xticks(COUNTS, [f"{count:,}" for count in COUNTS])
     axes.set_xlabel("H200")
     axes.set_ylabel("tokens/s of a device, over those of the fewest")
     axes.set_ylim(0, 1.2)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), title="what binds, and from where on")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})

@@ -58,7 +58,7 @@ def calibrated(tell: Callable[[str], None], *, kind: str | None = None) -> Devic
     tensor = torch.ones(2**24, device="cuda" if cuda else "cpu")
     copied = tensor.nbytes / _best(tensor.clone, cuda)
     prices = {phase: fitted(rows) for phase, rows in samples.items()}
-    prices |= {"complete": Work(), "publish": Work(bytes=1 / copied)}
+    prices |= {"complete": Work(), "apart": Work(), "publish": Work(bytes=1 / copied)}
     name = torch.cuda.get_device_name() if cuda else "one core"
     source = f"calibrated, {name}, torch {torch.__version__}"
     if cuda:  # links and network as published, or as those of an H200
@@ -180,20 +180,23 @@ def _with_runs(device: Device, shape: dict[str, Any], tell: Callable[[str], None
             found = measured(spec, Path(folder))
             plan = Search(open_job(load(spec).spec, known=known), Pool(device, 2, 1)).written()
         assert plan is not None
-        tell(f"{name}: {found.step:.3f} s a step, {plan.step:.3f} by its kernels; {found.processor:.3f} {found.spans}")
+        tell(f"{name}: {found.step:.3f} s a step, {plan.step:.3f} by its kernels")
         return found, plan
 
     rest: list[tuple[Work, float]] = []
     bases: list[float] = []
     for prompts in (4, 24):
-        found, plan = run(f"{8 * prompts} completions", train={"prompts_per_step": prompts, "steps": 12})
+        found, plan = run(f"{8 * prompts} completions", train={"prompts_per_step": prompts})
         rest.append((Work(rows=8.0 * prompts, steps=1.0), max(1e-6, found.processor - plan.step)))
         bases.append(found.peak - sum(plan.memory.values()))
     device.prices["complete"] = fitted(rest)
     if not device.cpu:
         return device
+    device = replace(device, base=float(np.mean(bases)))
+    found, plan = run("a generator apart", train={"prompts_per_step": 12}, cluster={"generators": 1})
+    device.prices["apart"] = Work(rows=max(0.0, found.step - plan.step) / 96)
     found, plan = run("two processes", kind="pretrain", devices=2, train={"batch": 8})
-    bases.append(found.peak - sum(plan.memory.values()))
     known = train_step(plan.job, plan.layout, plan.pool).seconds
     per = train_step(plan.job, plan.layout, replace(plan.pool, device=replace(device, hop=1.0))).seconds - known
-    return replace(device, hop=max(0.0, found.step - known) / per, base=float(np.mean(bases)))
+    more = max(0.0, found.peak - sum(plan.memory.values()))
+    return replace(device, hop=max(0.0, found.step - known) / per, joined=more)

@@ -47,10 +47,8 @@ class Phase(NamedTuple):
     compute: float
     bandwidth: float
     latency: float
-    network: float = 0.0
-    """Waiting for other processes: collectives that nothing hides."""
-    bubble: float = 0.0
-    """Of a pipeline."""
+    network: float = 0.0  # waiting for other processes: collectives that nothing hides
+    bubble: float = 0.0  # of a pipeline
 
     @classmethod
     def of(cls, parts: Work, network: float = 0.0, bubble: float = 0.0) -> "Phase":
@@ -106,7 +104,9 @@ def train_step(job: Job, layout: Layout, pool: Pool) -> Phase:
     hides = pool.device.parts("train", train)
     parts = hides.plus(pool.device.parts("update", update))
     gather = _gather(job, layout, pool)
-    exposed = _axes(job, layout, pool) + max(0.0, gather - sum(hides)) + gather / job.shape.layers
+    if not pool.device.cpu:  # where the processor sends, nothing hides it
+        gather = max(0.0, gather - sum(hides)) + gather / job.shape.layers
+    exposed = _axes(job, layout, pool) + gather
     bubble = (layout.pipeline - 1) / (micro_batches(job, layout) / job.updates) * (sum(parts) + exposed)
     return Phase.of(parts, exposed, bubble)
 
@@ -151,14 +151,10 @@ class Sampling(NamedTuple):
 
     base: float
     each: float
-    start: float
-    """Seconds of a prompt, which all completions of a group share."""
-    slots: int
-    """Rows at once."""
-    parts: Phase
-    """Of a decode step with all rows that there are."""
-    needed: float
-    """Bytes of weights and of the rows' keys and values."""
+    start: float  # seconds of a prompt, which all completions of a group share
+    slots: int  # rows at once
+    parts: Phase  # of a decode step with all rows that there are
+    needed: float  # bytes of weights and of the rows' keys and values
 
 
 def sampling(job: Job, pool: Pool, rows: float, *, tensor: int = 1, room: float = inf) -> Sampling | None:
@@ -196,6 +192,7 @@ def publish(job: Job, layout: Layout, pool: Pool, generators: int, tensor: int =
     seconds = device.seconds("publish", Work(0.0, 2 * sent, shape.layers, 0.0, 1.0))
     if layout.processes > 1:
         seconds += 4 * shape.parameters() / (WIRE * pool.bandwidth(layout.processes))
+        seconds += 3 * shape.layers * device.hop * log2(layout.processes)
     if generators and not device.cpu:
         seconds += sent / (WIRE * pool.bandwidth(layout.processes + generators * tensor)) + device.hop * generators
     return seconds
@@ -218,4 +215,4 @@ def trainer_memory(job: Job, layout: Layout, pool: Pool, *, generates: bool) -> 
         new = job.rollout.rollout.max_new_tokens
         most = (job.rollout.rollout.max_prompt_tokens or job.prompt) + new
         rows["KV cache"] = rows.pop(KV_CACHE) * (job.length if device.cpu else PAGE * ceil(most / PAGE)) / new
-    return rows | {"process": device.base}
+    return rows | {"process": device.base + device.joined * (layout.processes > 1)}

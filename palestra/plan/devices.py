@@ -14,23 +14,19 @@ from palestra.spec.source import read_file
 
 GB, TERA = 1e9, 1e12
 CPU = "cpu"
-PHASES = ("train", "update", "prefill", "decode", "complete", "publish")
-"""Gradients, the optimizer, prompts, a decode step, what a completion costs besides, weights to a generator."""
+PHASES = ("train", "update", "prefill", "decode", "complete", "apart", "publish")
+"""Gradients, the optimizer, prompts, a decode step, what a completion costs besides, the same more with a generator
+apart, weights to a generator."""
 
 
 class Work(NamedTuple):
     """What a phase does on one device; a price for each field makes seconds of it."""
 
-    flops: float = 0.0
-    """Floating-point operations."""
-    bytes: float = 0.0
-    """Bytes read and written in the device's memory."""
-    launches: float = 0.0
-    """Layers started."""
-    rows: float = 0.0
-    """Sequences handled."""
-    steps: float = 0.0
-    """Times that it happens."""
+    flops: float = 0.0  # floating-point operations
+    bytes: float = 0.0  # bytes read and written in the device's memory
+    launches: float = 0.0  # layers started
+    rows: float = 0.0  # sequences handled
+    steps: float = 0.0  # times that it happens
 
     def times(self, factor: float) -> "Work":
         return Work(*(factor * count for count in self))
@@ -44,22 +40,14 @@ class Device:
     """A type of device, and what each kind of work costs on it."""
 
     name: str
-    memory: float
-    """Bytes."""
-    link: float
-    """Bytes a second to another device of the machine, one way."""
-    network: float
-    """Bytes a second to a device of another machine, one way."""
-    prices: dict[str, Work]
-    """Seconds per unit of work, by phase; times add up, because kernels of each kind take turns."""
-    hop: float = 8e-6
-    """Seconds that a collective waits for each doubling of its processes."""
-    base: float = 0.7 * GB
-    """Bytes that a process takes before it has a model."""
-    crowd: float = 1.0
-    """Factor on the seconds of training while other processes of the machine generate."""
-    source: str = "published peaks"
-    """Where the prices come from."""
+    memory: float  # bytes
+    link: float  # bytes a second to another device of the machine, one way
+    network: float  # bytes a second to a device of another machine, one way
+    prices: dict[str, Work]  # seconds per unit of work, by phase; times add up, because kernels of each kind take turns
+    hop: float = 8e-6  # seconds that a collective waits for each doubling of its processes
+    base: float = 0.7 * GB  # bytes that a process takes before it has a model
+    joined: float = 0.0  # bytes more of a process that trains with others
+    source: str = "published peaks"  # where the prices come from
 
     @property
     def cpu(self) -> bool:
@@ -89,6 +77,7 @@ def _from_peaks(name: str, memory: float, flops: float, bandwidth: float, link: 
         "prefill": Work(flop / 0.42, byte / 0.9, 30e-6, 0.0, 1e-3),
         "decode": Work(flop / 0.376, byte / 0.889, 14.8e-6, 1.6e-6, 0.0),
         "complete": Work(0.0, 0.0, 0.0, 0.4e-3, 2e-3),
+        "apart": Work(),
         "publish": Work(0.0, byte / 0.4, 0.5e-3, 0.0, 2e-3),
     }
     return Device(name, memory * GB, link * GB, network * GB, prices)
@@ -118,8 +107,7 @@ class Pool:
     """The devices of a plan."""
 
     device: Device
-    each: int
-    """Devices of a machine."""
+    each: int  # devices of a machine
     nodes: int
 
     @property

@@ -15,6 +15,8 @@ from palestra.spec.source import read_file
 
 SHARED = 0.2
 """Share of prompt tokens from which on a group's prompt is trained on once (docs/log.md)."""
+SPARED = 0.72
+"""What of a token's work is spared if it is computed once: attention and head see it for each completion."""
 CHARACTERS = 128
 """Vocabulary that is assumed of a tokenizer made from texts by characters."""
 
@@ -28,18 +30,12 @@ class Job:
 
     spec: LanguageModelSpec
     shape: Shape
-    new: float
-    """Tokens of a completion or an example, mean."""
-    prompt: float = 0.0
-    """Tokens of a prompt, mean."""
-    spread: float = 0.0
-    """Standard deviation of a completion's tokens over their mean."""
-    verify: float = 0.0
-    """Seconds of a verifier for a completion, mean."""
-    mtbf: float = MTBF
-    """Hours between two failures of one device, mean."""
-    assumed: tuple[str, ...] = ()
-    """What nobody said, for people to read."""
+    new: float  # tokens of a completion or an example, mean
+    prompt: float = 0.0  # tokens of a prompt, mean
+    spread: float = 0.0  # standard deviation of a completion's tokens over their mean
+    verify: float = 0.0  # seconds of a verifier for a completion, mean
+    mtbf: float = MTBF  # hours between two failures of one device, mean
+    assumed: tuple[str, ...] = ()  # what nobody said, for people to read
 
     @property
     def rollout(self) -> PosttrainSpec | None:
@@ -67,7 +63,7 @@ class Job:
         """Tokens that a step puts through the model, prompts that a group shares once."""
         group = self.rollout.rollout.group if self.rollout else 1
         whole, once = group * self.length, self.prompt + group * self.new
-        return self.sequences / group * (once if 1 - once / whole >= SHARED else whole)
+        return self.sequences / group * (whole - SPARED * (whole - once) * (1 - once / whole >= SHARED))
 
     @property
     def sampled(self) -> float:

@@ -7,6 +7,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 from palestra.errors import PalestraError
@@ -23,16 +24,13 @@ PROMPT, CHATML = 8, 21
 class Measured(NamedTuple):
     """Of a run."""
 
-    step: float
-    """Seconds of a step, by the clock: median."""
+    step: float  # seconds of a step, by the clock: median
     processor: float
     """The same of the first process's processor, which others that use the machine disturb less; on a GPU as `step`."""
     peak: float
     """Bytes of the trainer's first process at most, up to its last step: of the GPU's memory, or else resident."""
-    spans: dict[str, float]
-    """Seconds of each span in a step, median."""
-    length: float
-    """Tokens of a completion, mean."""
+    spans: dict[str, float]  # seconds of each span in a step, median
+    length: float  # tokens of a completion, mean
 
 
 def odd(prompt: str, completion: str, **row: Any) -> float:
@@ -42,17 +40,25 @@ def odd(prompt: str, completion: str, **row: Any) -> float:
 
 def watch(context: Any) -> dict[str, float]:
     """The hook of a run to measure: what the clock and the memory say at the end of each step."""
-    import resource
-
     import torch
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         peak, processor = torch.cuda.max_memory_allocated(), time.perf_counter()
     else:
-        unit, processor = 1 if sys.platform == "darwin" else 1024, time.process_time()
-        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak, processor = _resident_peak(), time.process_time()
     return {"measured/at": time.perf_counter(), "measured/processor": processor, "measured/peak": float(peak)}
+
+
+def _resident_peak() -> int:
+    """Bytes; on Linux not by `getrusage`, which counts what the process had been before it became this program."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
 
 
 def measured(spec: dict[str, Any], folder: Path) -> Measured:
@@ -99,9 +105,13 @@ def small(
         mean = sum(stays**k for k in range(limit))
         square = sum((2 * k + 1) * stays**k for k in range(limit))
         return spec, {"prompt": PROMPT, "new": mean, "spread": (square / mean**2 - 1) ** 0.5, "verify": 0.0}
-    file, row = folder / ("text.txt" if kind == "pretrain" else "chat.jsonl"), "".join(text[9:99] * 9)
-    asked = {"role": "user", "content": row[:20]}, {"role": "assistant", "content": row[: context - 20 - CHATML]}
-    file.write_text(text * 400 if kind == "pretrain" else (json.dumps({"messages": asked}) + "\n") * 400)
+    file, random = folder / ("text.txt" if kind == "pretrain" else "chat.jsonl"), Random(0)
+    file.write_text(text * 400)
+    if kind == "sft":  # no two alike: what examples begin with alike is computed once
+        turns = {"user": 20, "assistant": context - 20 - CHATML}
+        words = ({role: "".join(random.choices(text[1:], k=size)) for role, size in turns.items()} for _ in range(400))
+        rows = ([{"role": role, "content": said} for role, said in row.items()] for row in words)
+        file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     spec["data"] = {"train": {"texts": {"path": str(file)}}, "context": context}
     return spec | {"model": {"shape": shape, "tokenizer": "characters"}}, {}
 

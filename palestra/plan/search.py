@@ -33,18 +33,13 @@ class Plan:
 
     job: Job
     pool: Pool
-    on: int
-    """Devices that there are for all of it: fewer than processes, if they share."""
+    on: int  # devices that there are for all of it: fewer than processes, if they share
     layout: Layout
     train: Phase
-    memory: dict[str, float]
-    """Bytes on each device of the trainer."""
-    generators: int = 0
-    """Beside the trainer; 0: its first process generates."""
-    tensor: int = 1
-    """Devices of one generator."""
-    sample: Sampling | None = None
-    """A generator, where completions are sampled."""
+    memory: dict[str, float]  # bytes on each device of the trainer
+    generators: int = 0  # beside the trainer; 0: its first process generates
+    tensor: int = 1  # devices of one generator
+    sample: Sampling | None = None  # A generator, where completions are sampled
     publish: float = 0.0
     verifiers: int = 1
 
@@ -57,9 +52,7 @@ class Plan:
         """Seconds of a training step, with the slowest of its devices and those that share one."""
         processes, device = self.layout.processes, self.pool.device
         slowest = 1.0 if device.cpu else exp(UNEVENNESS * sqrt(2 * log(processes)))
-        stale = self.job.rollout is not None and self.job.rollout.rollout.staleness > 0
-        crowd = device.crowd if self.generators and stale else 1.0
-        return self.train.seconds * max(1.0, processes / self.on) * slowest * crowd
+        return self.train.seconds * max(1.0, processes / self.on) * slowest
 
     @cached_property
     def loop(self) -> Loop | None:
@@ -79,7 +72,7 @@ class Plan:
             slots=sample.slots,
             base=sample.base,
             each=sample.each,
-            start=sample.start,
+            start=sample.start + device.seconds("apart", Work(rows=rollout.rollout.group * bool(self.generators))),
             mean=self.job.new,
             spread=self.job.spread,
             longest=rollout.rollout.max_new_tokens,

@@ -21,43 +21,30 @@ TRAINER = -1
 class Loop:
     """What is simulated; times in seconds."""
 
-    prompts: int
-    """Groups of a step."""
+    prompts: int  # groups of a step
     group: int
     staleness: int
-    train: float
-    """Of a step, publication not included."""
-    publish: float
-    """In which the trainer waits; generators wait for `fetch` of it."""
+    train: float  # of a step, publication not included
+    publish: float  # in which the trainer waits; generators wait for `fetch` of it
     fetch: float
     generators: int
     slots: int
     base: float
     each: float
-    start: float
-    """Of a prompt, in which its generator decodes nothing."""
-    mean: float
-    """Tokens of a completion; log-normal, with this ratio of deviation and mean, and at most `longest`."""
+    start: float  # of a prompt, in which its generator decodes nothing
+    mean: float  # tokens of a completion; log-normal, with this ratio of deviation and mean, and at most `longest`
     spread: float
     longest: int
-    burst: int = 1
-    """Decode steps between which rows may end."""
+    burst: int = 1  # decode steps between which rows may end
     verify: float = 0.0
     verifiers: int = 1
-    complete: float = 0.0
-    """Of the first trainer's processor for each completion."""
-    together: bool = False
-    """Generators and trainer share one device: nothing is decoded while it trains."""
-    cores: float = inf
-    """Devices that generators share while nothing is trained."""
-    trainers: int = 0
-    """How many of them training takes away."""
-    running: int | None = None
-    """Most groups in flight."""
-    unevenness: float = 0.0
-    """Standard deviation of the logarithm of the generators' speeds."""
-    restart: float = 0.0
-    """From a failure to work; a trainer also repeats what was done since a checkpoint."""
+    complete: float = 0.0  # of the first trainer's processor for each completion
+    together: bool = False  # generators and trainer share one device: nothing is decoded while it trains
+    cores: float = inf  # devices that generators share while nothing is trained
+    trainers: int = 0  # how many of them training takes away
+    running: int | None = None  # most groups in flight
+    unevenness: float = 0.0  # standard deviation of the logarithm of the generators' speeds
+    restart: float = 0.0  # from a failure to work; a trainer also repeats what was done since a checkpoint
     repeat: float = 0.0
     seed: int = 0
 
@@ -65,18 +52,13 @@ class Loop:
 class Outcome(NamedTuple):
     """Of the steps after the first ones."""
 
-    step: float
-    """Seconds a step, mean."""
-    trainer: float
-    """Share of the time in which the trainer trains."""
-    generator: float
-    """Share of the generators' time in which they decode."""
+    step: float  # seconds a step, mean
+    trainer: float  # share of the time in which the trainer trains
+    generator: float  # share of the generators' time in which they decode
     tail: float
     """Share of the generators' time in which they decode less than half of the rows that they may have, or nothing."""
-    verifiers: float
-    """Share of the time in which they verify."""
-    age: float
-    """Versions between sampling and training, mean."""
+    verifiers: float  # share of the time in which they verify
+    age: float  # versions between sampling and training, mean
 
 
 def lengths(loop: Loop, number: int) -> list[int]:
@@ -102,28 +84,20 @@ def simulate(loop: Loop, steps: int = 8, failures: Sequence[tuple[float, int]] =
 
 
 class _Row(NamedTuple):
-    end: float
-    """In decode steps of its generator."""
-    number: int
-    """Of its group."""
+    end: float  # in decode steps of its generator
+    number: int  # of its group
     length: int
 
 
 @dataclass
 class _Generator:
     slowness: float
-    rows: list[_Row] = field(default_factory=list)
-    """A heap: the first to end comes first."""
-    waiting: deque[tuple[int, int]] = field(default_factory=deque)
-    """Numbers of groups and lengths."""
-    clock: float = 0.0
-    """Until when its decode steps are counted."""
-    decoded: float = 0.0
-    """Decode steps."""
-    frozen: float = 0.0
-    """Until when it decodes nothing."""
-    alarm: int = -1
-    """The event at which its first row ends; earlier ones are void."""
+    rows: list[_Row] = field(default_factory=list)  # A heap: the first to end comes first
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)  # numbers of groups and lengths
+    clock: float = 0.0  # until when its decode steps are counted
+    decoded: float = 0.0  # decode steps
+    frozen: float = 0.0  # until when it decodes nothing
+    alarm: int = -1  # the event at which its first row ends; earlier ones are void
     busy: float = 0.0
     thin: float = 0.0
 
