@@ -108,7 +108,7 @@ def _model(case: Case, cuda: bool) -> Any:
 
     layers, width, mlp, vocab, *_ = case
     shape = Shape(layers=layers, width=width, mlp=mlp, vocab=vocab, heads=max(2, width // 64), context=2048)
-    model = Transformer(shape).to("cuda" if cuda else "cpu")
+    model = Transformer(shape, torch.bfloat16 if cuda else torch.float32).to("cuda" if cuda else "cpu")
     model.initialize(torch.Generator(next(model.parameters()).device).manual_seed(0))
     return model
 
@@ -130,9 +130,8 @@ def _trained(case: Case, cuda: bool, ragged: bool) -> Iterator[tuple[str, Work, 
     tokens = [torch.randint(case[3], (length,)).tolist() for length in lengths]
 
     def gradients() -> None:
-        with torch.autocast("cuda", torch.bfloat16, enabled=cuda):
-            batch = Batch.pack(tokens).to(engine.device)
-            engine.forward_backward(batch, lambda m, b: Loss(-score(m, b, entropy=False).logprobs.sum(), {}), 1.0)
+        batch = Batch.pack(tokens).to(engine.device)
+        engine.forward_backward(batch, lambda m, b: Loss(-score(m, b, entropy=False).logprobs.sum(), {}), 1.0)
 
     spec = {
         **{"kind": "pretrain", "name": "case", "train": {"steps": 2, "batch": case[4]}},
@@ -151,8 +150,7 @@ def _generated(case: Case, cuda: bool) -> Iterator[tuple[str, Work, float]]:
     from palestra.generate.types import Request, Sampling
 
     model, used, (*_, vocab, rows, length) = _model(case, cuda), 2 if cuda else 4, case
-    dtype = torch.bfloat16 if cuda else torch.float32
-    engine = Engine(model, eos=frozenset(), dtype=dtype, device="cuda" if cuda else "cpu", max_running=rows)
+    engine = Engine(model, eos=frozenset(), device="cuda" if cuda else "cpu", max_running=rows)
     generator = torch.Generator().manual_seed(0)  # no prompt is like one before
 
     def seconds(new: int) -> float:

@@ -106,7 +106,7 @@ def small(
         square = sum((2 * k + 1) * stays**k for k in range(limit))
         return spec, {"prompt": PROMPT, "new": mean, "spread": (square / mean**2 - 1) ** 0.5, "verify": 0.0}
     file, random = folder / ("text.txt" if kind == "pretrain" else "chat.jsonl"), Random(0)
-    file.write_text(text * 400)
+    file.write_text(text * max(8, 40_000 // characters))
     if kind == "sft":  # no two alike: what examples begin with alike is computed once
         turns = {"user": 20, "assistant": context - 20 - CHATML}
         words = ({role: "".join(random.choices(text[1:], k=size)) for role, size in turns.items()} for _ in range(400))

@@ -172,10 +172,6 @@ class _Simulation:
             left = (generator.rows[0].end - generator.decoded) * self.pace(generator)
             generator.alarm = self.at(generator.frozen + left, "end", index)
 
-    def freeze_all(self, seconds: float) -> None:
-        for index in range(len(self.generators)):
-            self.freeze(index, seconds)
-
     def pace(self, generator: _Generator) -> float:
         """Seconds of a decode step."""
         crowd = len(self.generators) / (self.loop.cores - self.training * self.loop.trainers)
@@ -235,11 +231,12 @@ class _Simulation:
         self.at(self.now + seconds, "trained")
 
     def switch(self, training: bool, frozen: float) -> None:
-        """Training begins or ends, which changes what generators have."""
+        """Training begins, publishes or ends, which changes what generators have."""
         for generator in self.generators:
             self.advance(generator)
         self.training = training
-        self.freeze_all(frozen)
+        for index in range(len(self.generators)):
+            self.freeze(index, frozen)
 
     def on_trained(self, _: int, __: int) -> None:
         if self.penalty:
@@ -247,7 +244,7 @@ class _Simulation:
             self.penalty = 0.0
             return
         self.trained_for += self.loop.train
-        self.freeze_all(self.loop.publish if self.loop.together else self.loop.fetch)
+        self.switch(True, self.loop.publish if self.loop.together else self.loop.fetch)
         self.at(self.now + self.loop.publish, "published")
 
     def on_published(self, _: int, __: int) -> None:
