@@ -114,7 +114,8 @@ def measure(names: Iterable[str], specs: dict[str, dict[str, Any]]) -> None:
             spec, _ = small(Path(folder), **specs[name])
             run = measured(spec, Path(folder))
         spans = {key: round(run.spans[key], 4) for key in ("rollout", "train", "publish") if key in run.spans}
-        row = {"spec": name, "step_s": round(run.step, 4), "peak_bytes": round(run.peak), "spans": spans}
+        row = {"spec": name, "step_s": round(run.step, 4), "processor_s": round(run.processor, 4)}
+        row |= {"peak_bytes": round(run.peak), "spans": spans}
         print(json.dumps({**row, "machine": platform.machine()}, ensure_ascii=False), flush=True)
 
 
