@@ -142,16 +142,16 @@ def on_a_gpu(tiny: bool) -> None:
         print(json.dumps({"seconds": round(time.perf_counter() - begin)}), flush=True)
 
 
-def table() -> None:
+def table(files: str, seconds: str) -> None:
     predicted, found = (
-        {row["spec"]: row for row in map(json.loads, (DOCS / f"plan_{name}.jsonl").read_text().splitlines())}
+        {row["spec"]: row for row in map(json.loads, (DOCS / f"{files}_{name}.jsonl").read_text().splitlines())}
         for name in ("predicted", "measured")
     )
     print("| spec | step, predicted | measured | off by | peak, predicted | measured | off by |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in (name for name in predicted if name in found):
         a, b = predicted[name], found[name]
-        cells = [f"{a['step_s']:.3f} s", f"{b['step_s']:.3f} s", f"{a['step_s'] / b['step_s'] - 1:+.0%}"]
+        cells = [f"{a['step_s']:.3f} s", f"{b[seconds]:.3f} s", f"{a['step_s'] / b[seconds] - 1:+.0%}"]
         cells += [f"{row['peak_bytes'] / 1e6:.0f} MB" for row in (a, b)]
         print(f"| {name} | {' | '.join(cells)} | {a['peak_bytes'] / b['peak_bytes'] - 1:+.0%} |")
 
@@ -252,7 +252,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(COUNTS, [f"{count:,}" for count in COUNTS])
     axes.set_xlabel("H200")
-    axes.set_ylabel("tokens/s of a device, over those of the fewest")
+    axes.set_ylabel("tokens/s of a device\n(1: on the fewest that it fits on)")
     axes.set_ylim(0, 1.2)
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), title="what binds, and from where on")
     axes.spines[["top", "right"]].set_visible(False)
@@ -293,6 +293,8 @@ def main() -> None:
     parser.add_argument("--specs", nargs="*", default=list(SPECS), choices=list(SPECS), metavar="SPEC")
     parser.add_argument("--counts", nargs="*", type=int, default=list(COUNTS))
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--files", default="plan", help="of table: docs/FILES_predicted.jsonl and _measured.jsonl")
+    parser.add_argument("--seconds", default="step_s", choices=["step_s", "processor_s"], help="of table: which ones")
     parser.add_argument("--small", action="store_true", help="of gpu: tiny shapes, on any device")
     given = parser.parse_args()
     match given.what:
@@ -304,8 +306,10 @@ def main() -> None:
             on_a_gpu(given.small)
         case "study":
             study(given.plot, given.counts)
-        case what:
-            {"table": table, "peers": peers}[what]()
+        case "table":
+            table(given.files, given.seconds)
+        case "peers":
+            peers()
 
 
 if __name__ == "__main__":
