@@ -316,6 +316,7 @@ def test_failures_cost_hours_as_often_as_they_come(tmp_path):
     often, more, never = (Search(job, parse_pool("8xH200")).best() for job in jobs)
     assert more.lost == pytest.approx(10 * often.lost)
     assert never.hours < often.hours < more.hours
+    assert often.lost >= often.layout.processes / 3.6e7 * 200  # at least the most of a restart of the trainer
     assert never.step == often.step == more.step
     job = replace(pretrain(SMOLLM), mtbf=1e4)
     plan = Search(job, parse_pool("8xH200")).best()

@@ -127,7 +127,7 @@ class Plan:
             timed = [cadence.seconds for cadence in self.job.spec.every.checkpoint if cadence.is_time]
             return min(0.9, self.layout.processes / each * (RESTART + min(timed, default=600.0) / 2))
         small, lost = scaled(loop), 0.0
-        when, steps = (loop.staleness + 3.5) * self.step, STEPS * (1 + loop.staleness)
+        when, steps = 1.5 * self.step, STEPS * (1 + loop.staleness)
         for who, count in ((TRAINER, self.layout.processes), (0, small.generators * self.tensor)):
             if who == TRAINER or self.generators:
                 late = steps * (simulate(small, steps, [(when, who)]).step - simulate(small, steps).step)

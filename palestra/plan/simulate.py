@@ -71,10 +71,12 @@ def lengths(loop: Loop, number: int) -> list[int]:
 
 
 def simulate(loop: Loop, steps: int = 8, failures: Sequence[tuple[float, int]] = ()) -> Outcome:
-    """So many steps after those in which the pipeline fills; `failures` are times, and the generators or TRAINER."""
-    simulation = _Simulation(loop, failures)
+    """So many steps after those in which the pipeline fills; `failures` are times in them, and who: TRAINER, or which."""
+    simulation = _Simulation(loop)
     simulation.run(loop.staleness + 2)
     begin, busy = simulation.now, simulation.busy()
+    for when, who in failures:
+        simulation.at(begin + when, "failed", who)
     simulation.run(loop.staleness + 2 + steps)
     seconds, ages = simulation.now - begin, simulation.ages[-steps * loop.prompts :]
     trained, verified, decoded, thin = (b - a for a, b in zip(busy, simulation.busy(), strict=True))
@@ -103,7 +105,7 @@ class _Generator:
 
 
 class _Simulation:
-    def __init__(self, loop: Loop, failures: Sequence[tuple[float, int]]):
+    def __init__(self, loop: Loop):
         self.loop, self.now, self.version, self.admitted = loop, 0.0, 0, 0
         random = Random(f"{loop.seed} speeds")
         self.generators = [_Generator(exp(random.gauss(0, loop.unevenness))) for _ in range(loop.generators)]
@@ -121,8 +123,6 @@ class _Simulation:
         self.verifying, self.training = 0, False
         self.trained_for = self.verified_for = self.penalty = 0.0
         self.ages: list[int] = []
-        for when, who in failures:
-            self.at(when, "failed", who)
         self.admit()
 
     def run(self, version: int) -> None:
