@@ -71,7 +71,7 @@ def lengths(loop: Loop, number: int) -> list[int]:
 
 
 def simulate(loop: Loop, steps: int = 8, failures: Sequence[tuple[float, int]] = ()) -> Outcome:
-    """So many steps after those in which the pipeline fills; `failures` are times in them, and who: TRAINER, or which."""
+    """So many steps after those in which the pipeline fills; `failures`: times in them, and who (TRAINER or which)."""
     simulation = _Simulation(loop)
     simulation.run(loop.staleness + 2)
     begin, busy = simulation.now, simulation.busy()
