@@ -1,14 +1,16 @@
 """What `palestra plan` predicts beside what is measured, and the study of large clusters in docs/scaling.md.
 
-    palestra plan --calibrate                                    # once on this machine
+    palestra plan --calibrate                                     # once on this machine, with nothing else on it
     python benchmarks/plan.py predict > docs/plan_predicted.jsonl
-    python benchmarks/plan.py measure > docs/plan_measured.jsonl  # a quarter of an hour of one core
-    python benchmarks/plan.py table                              # both, side by side
-    python benchmarks/plan.py study --plot docs/images/plan.svg  # 1.5B to 32B on 8 to 4,096 H200, by prediction alone
+    python benchmarks/plan.py measure > docs/plan_measured.jsonl  # or a few: --specs "sft, 1M" "pretrain, Muon"
+    python benchmarks/plan.py table                               # both, side by side
+    python benchmarks/plan.py gpu                                 # all of it on a GPU in four minutes; --small on a CPU
+    python benchmarks/plan.py study --plot docs/images/plan.svg   # 1.5B to 32B on 8 to 4,096 H200, by prediction alone
+    python benchmarks/plan.py peers                               # what others publish
 
-The specs of `predict` are none that the calibration runs. On a CPU that others use too, `measure` counts the seconds of
-the processor, summed over the processes of a run: what they would take on one core of their own. On a GPU it counts
-the clock's. Peaks are of the largest process, Python and torch included. One JSON line a spec.
+The specs of `predict` are none that the calibration runs. Seconds are of the clock, medians over the steps after the
+second. Peaks are of the trainer's first process: resident, Python and torch included; on a GPU what torch has
+allocated. One JSON line a spec.
 """
 
 import argparse
@@ -16,14 +18,16 @@ import json
 import platform
 import sys
 import tempfile
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from palestra.plan.calibrate import small_posttrain, small_pretrain
+from palestra.errors import UsageError
 from palestra.plan.costs import Layout, train_step
-from palestra.plan.devices import Device, Pool, parse_pool
+from palestra.plan.devices import Pool, parse_pool, store_calibration
 from palestra.plan.job import Job, open_job
-from palestra.plan.measure import measured
+from palestra.plan.measure import measured, small
 from palestra.plan.report import binds
 from palestra.plan.search import Plan, Search
 from palestra.spec.load import load
@@ -32,94 +36,122 @@ from palestra.spec.shape import MoESpec, Shape
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def shape(layers: int, width: int, mlp: int) -> dict[str, int]:
-    return {"layers": layers, "width": width, "heads": max(2, width // 32), "mlp": mlp}
+def sizes(layers: int, width: int, mlp: int, **more: Any) -> dict[str, Any]:
+    return {"shape": {"layers": layers, "width": width, "heads": max(2, width // 32), "mlp": mlp, **more}}
 
 
-def rollout(group: int, new: int, **more: Any) -> dict[str, Any]:
-    return {"rollout": {"group": group, "max_new_tokens": new, **more}}
+def trained(kind: str, batch: int, context: int, steps: int = 10, **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "context": context, "train": {"batch": batch, "steps": steps, **more}}
 
 
-SPECS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "pretrain, 0.4M": (shape(4, 96, 256), {"train": {"steps": 10, "batch": 16}}),
-    "pretrain, 13M, context 128": (shape(4, 512, 2048), {"train": {"steps": 6, "batch": 4}, "context": 128}),
-    "pretrain, 8 layers, micro-batches": (
-        shape(8, 128, 384),
-        {"train": {"steps": 7, "batch": 24, "micro_tokens": 384}, "context": 48},
-    ),
-    "pretrain, Muon": (shape(4, 128, 384), {"train": {"steps": 8, "batch": 12}, "optim": {"name": "muon"}}),
-    "pretrain, two trainers": (shape(4, 160, 480), {"train": {"steps": 8, "batch": 16}, "devices": 2}),
-    "posttrain, 8 × 4 × 12": (shape(2, 128, 384), {"train": {"prompts_per_step": 8, "steps": 7}, **rollout(4, 12)}),
-    "posttrain, 4 × 16 × 64": (shape(4, 96, 256), {"train": {"prompts_per_step": 4, "steps": 6}, **rollout(16, 64)}),
-    "posttrain, recomputed anchor": (
-        shape(3, 128, 384),
-        {
-            **{"train": {"prompts_per_step": 12, "steps": 7}, **rollout(8, 20)},
-            "algorithm": {"preset": "grpo", "anchor": "recomputed"},
-        },
-    ),
-    "posttrain, staleness 1": (
-        shape(4, 128, 384),
-        {"train": {"prompts_per_step": 8, "steps": 8}, **rollout(8, 32, staleness=1)},
-    ),
-    "posttrain, a generator apart": (
-        shape(4, 128, 384),
-        {"train": {"prompts_per_step": 8, "steps": 7}, **rollout(8, 32), "cluster": {"generators": 1}},
-    ),
-    "posttrain, two generators, staleness 2": (
-        shape(2, 192, 512),
-        {"train": {"prompts_per_step": 8, "steps": 9}, **rollout(8, 40, staleness=2), "cluster": {"generators": 2}},
-    ),
-    "posttrain, two trainers, a generator apart": (
-        shape(3, 96, 256),
-        {
-            **{"train": {"prompts_per_step": 8, "steps": 7}, **rollout(8, 24)},
-            "cluster": {"trainers": 2, "generators": 1},
-        },
-    ),
+def sampled(prompts: int, group: int, new: int, steps: int = 12, staleness: int = 0) -> dict[str, Any]:
+    rollout = {"group": group, "max_new_tokens": new, "staleness": staleness}
+    return {"train": {"prompts_per_step": prompts, "steps": steps}, "rollout": rollout}
+
+
+ANCHOR = {"algorithm": {"preset": "grpo", "anchor": "recomputed"}}
+"""Beside the gradients, a pass of the model as it was and one of the reference model."""
+SPECS: dict[str, dict[str, Any]] = {
+    "pretrain, 1.2M": {**sizes(6, 128, 368), **trained("pretrain", 14, 72)},
+    "pretrain, 14M": {**sizes(4, 544, 1920), **trained("pretrain", 3, 144, 8)},
+    "pretrain, micro-batches": {**sizes(5, 192, 592), **trained("pretrain", 18, 60, 10, micro_tokens=420)},
+    "pretrain, Muon": {**sizes(4, 192, 544), **trained("pretrain", 8, 88), "optim": {"name": "muon"}},
+    "pretrain, two trainers": {**sizes(4, 224, 608), **trained("pretrain", 12, 80), "devices": 2},
+    "sft, 2M": {**sizes(5, 160, 512), **trained("sft", 12, 104)},
+    "posttrain, 14 × 4 × 18": {**sizes(4, 96, 272), **sampled(14, 4, 18)},
+    "posttrain, 4 × 14 × 72": {**sizes(3, 128, 416), **sampled(4, 14, 72)},
+    "posttrain, 12M": {**sizes(4, 448, 1728), **sampled(4, 4, 48, 9)},
+    "posttrain, reference and anchor": {**sizes(3, 160, 448), **sampled(8, 8, 26), **ANCHOR},
+    "posttrain, staleness 1": {**sizes(4, 96, 320), **sampled(8, 8, 44, 12, 1)},
+    "posttrain, a generator apart": {**sizes(4, 160, 384), **sampled(6, 8, 40), "cluster": {"generators": 1}},
+    "posttrain, a generator apart, staleness 1": {
+        **sizes(3, 192, 448),
+        **sampled(7, 8, 48, 14, 1),
+        "cluster": {"generators": 1},
+    },
+    "posttrain, two generators apart, staleness 2": {
+        **sizes(3, 160, 480),
+        **sampled(10, 8, 36, 14, 2),
+        "cluster": {"generators": 2},
+    },
+    "posttrain, two trainers, a generator apart": {
+        **sizes(2, 256, 640),
+        **sampled(8, 8, 34),
+        "cluster": {"trainers": 2, "generators": 1},
+    },
+    "posttrain, two trainers, two generators apart": {
+        **sizes(2, 224, 640),
+        **sampled(9, 8, 40),
+        "cluster": {"trainers": 2, "generators": 2},
+    },
 }
-PROMPT = 8.0
-"""Characters of a sum such as 123+456=."""
+GPU_SPECS: dict[str, dict[str, Any]] = {
+    "pretrain, 110M": {**sizes(14, 768, 2304, heads=12), **trained("pretrain", 24, 512), "characters": 4000},
+    "sft, 300M, micro-batches": {**sizes(20, 1088, 3072, heads=17), **trained("sft", 48, 384, 10, micro_tokens=8192)},
+    "posttrain, 60M, 24 × 8 × 160": {**sizes(10, 640, 2048, heads=10), **sampled(24, 8, 160), "characters": 4000},
+    "posttrain, 200M, 8 × 16 × 320": {**sizes(16, 1024, 2816, heads=16), **sampled(8, 16, 320), "characters": 4000},
+    "posttrain, 60M, reference and anchor": {
+        **{**sizes(10, 640, 2048, heads=10), **sampled(32, 8, 96), **ANCHOR, "characters": 4000},
+    },
+}
 
 
-def spec_of(name: str, folder: Path) -> dict[str, Any]:
-    sizes, changes = SPECS[name]
-    make = small_posttrain if name.startswith("posttrain") else small_pretrain
-    return make(folder, sizes, **changes)
-
-
-def predict(pool: Pool) -> None:
-    for name in SPECS:
+def predict(names: Iterable[str], specs: dict[str, dict[str, Any]], pool: Pool) -> None:
+    for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            spec = load(spec_of(name, Path(folder))).spec
-            known: dict[str, float | None] = {"prompt": PROMPT, "new": None, "spread": 0.0, "verify": 0.0}
-            if spec.kind == "posttrain":  # no token ends a completion
-                known["new"] = float(spec.model_dump()["rollout"]["max_new_tokens"])
-            plan = Search(open_job(spec, known=known), pool).written()
+            spec, known = small(Path(folder), **specs[name])
+            plan = Search(open_job(load(spec).spec, known=known), pool).written()
         assert plan is not None
-        row = {"spec": name, "step_s": plan.step, "peak_bytes": sum(plan.memory.values()), "rates": pool.device.source}
-        print(json.dumps({key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()}))
+        # On a GPU the process itself is not in what torch has allocated.
+        peak = sum(count for row, count in plan.memory.items() if pool.device.cpu or row != "process")
+        row = {"spec": name, "step_s": round(plan.step, 4), "peak_bytes": round(peak)}
+        print(json.dumps({**row, "rates": pool.device.source}, ensure_ascii=False), flush=True)
 
 
-def measure(device: Device, names: list[str]) -> None:
-    for name in names or SPECS:
+def measure(names: Iterable[str], specs: dict[str, dict[str, Any]]) -> None:
+    for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            run = measured(spec_of(name, Path(folder)), Path(folder))
-        seconds = run.processor if device.cpu else run.wall
-        row = {"spec": name, "step_s": round(seconds, 5), "wall_s": round(run.wall, 5), "peak_bytes": run.peak}
-        print(json.dumps({**row, "machine": platform.machine()}), flush=True)
+            spec, _ = small(Path(folder), **specs[name])
+            run = measured(spec, Path(folder))
+        spans = {key: round(run.spans[key], 4) for key in ("rollout", "train", "publish") if key in run.spans}
+        row = {"spec": name, "step_s": round(run.step, 4), "processor_s": round(run.processor, 4)}
+        row |= {"peak_bytes": round(run.peak), "spans": spans}
+        print(json.dumps({**row, "machine": platform.machine()}, ensure_ascii=False), flush=True)
 
 
-def table() -> None:
+def on_a_gpu(tiny: bool) -> None:
+    """Calibrate, predict, measure: one JSON line each. `tiny` tries all of it on a CPU, and says nothing of a GPU."""
+    from palestra.plan import calibrate
+
+    begin, specs = time.perf_counter(), GPU_SPECS
+    if tiny:
+        shape = sizes(2, 64, 128)["shape"]
+        calibrate.CASES["cuda"] = [(layers, 64, 128, 96, 4, 16) for layers in (1, 2, 3)]
+        calibrate.RUNS["cuda"] = shape
+        few = {"train": {"prompts_per_step": 2, "steps": 5}, "rollout": {"group": 2, "max_new_tokens": 8}}
+        least = {"train": {"batch": 2, "steps": 5}, "context": 64}
+        specs = {
+            name: {**spec, "shape": shape, **(few if "rollout" in spec else least)} for name, spec in specs.items()
+        }
+    device = calibrate.calibrated(lambda line: print(json.dumps({"calibrating": line}), flush=True), kind="cuda")
+    print(json.dumps({"stored": str(store_calibration(device)), "prices": device.prices}), flush=True)
+    print(json.dumps({"seconds": round(time.perf_counter() - begin)}), flush=True)
+    predict(specs, specs, Pool(device, 1, 1))
+    for name in specs:  # the longest come last, in case that time runs out
+        measure([name], specs)
+        print(json.dumps({"seconds": round(time.perf_counter() - begin)}), flush=True)
+
+
+def table(files: str, seconds: str) -> None:
     predicted, found = (
-        {row["spec"]: row for row in map(json.loads, (DOCS / f"plan_{name}.jsonl").read_text().splitlines())}
+        {row["spec"]: row for row in map(json.loads, (DOCS / f"{files}_{name}.jsonl").read_text().splitlines())}
         for name in ("predicted", "measured")
     )
     print("| spec | step, predicted | measured | off by | peak, predicted | measured | off by |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in (name for name in predicted if name in found):
         a, b = predicted[name], found[name]
-        cells = [f"{a['step_s']:.3f} s", f"{b['step_s']:.3f} s", f"{a['step_s'] / b['step_s'] - 1:+.0%}"]
+        cells = [f"{a['step_s']:.3f} s", f"{b[seconds]:.3f} s", f"{a['step_s'] / b[seconds] - 1:+.0%}"]
         cells += [f"{row['peak_bytes'] / 1e6:.0f} MB" for row in (a, b)]
         print(f"| {name} | {' | '.join(cells)} | {a['peak_bytes'] / b['peak_bytes'] - 1:+.0%} |")
 
@@ -167,7 +199,7 @@ def study(plot: Path | None, counts: list[int]) -> None:
             pool = parse_pool("8xH200", count // 8)
             try:
                 plan = Search(job, pool).best()
-            except Exception as error:
+            except UsageError as error:
                 print(json.dumps({"model": name, "devices": count, "fits": str(error)[:200]}), flush=True)
                 continue
             rate = job.sampled / plan.step / count
@@ -193,6 +225,10 @@ def described(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _points(rows: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
+    return [row["devices"] for row in rows], [row["efficiency"] for row in rows]
+
+
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
     import matplotlib
 
@@ -200,24 +236,25 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams["svg.hashsalt"] = "plan"
-    figure, axes = plt.subplots(figsize=(8, 4.5))
+    figure, axes = plt.subplots(figsize=(8, 4.8))
     for name in MODELS:
         mine = [row for row in rows if row["model"] == name]
-        (line,) = axes.plot([r["devices"] for r in mine], [r["efficiency"] for r in mine], marker="o", label=name)
-        before = None
-        for row in mine:
-            if row["binds"] != before:
-                where = (row["devices"], row["efficiency"])
-                axes.annotate(
-                    row["binds"], where, xytext=(3, 5), textcoords="offset points", fontsize=7, color=line.get_color()
-                )
-            before = row["binds"]
+        turns = [
+            row
+            for before, row in zip([None, *mine], mine, strict=False)
+            if not before or before["binds"] != row["binds"]
+        ]
+        words = [row["binds"] if row is turns[0] else f"{row['binds']} from {row['devices']:,}" for row in turns]
+        (line,) = axes.plot(*_points(mine), marker="o", markersize=4, label=f"{name}: {', '.join(words)}")
+        axes.plot(
+            *_points(turns[1:]), "o", markersize=10, fillstyle="none", color=line.get_color()
+        )  # another one binds
     axes.set_xscale("log", base=2)
     axes.set_xticks(COUNTS, [f"{count:,}" for count in COUNTS])
     axes.set_xlabel("H200")
-    axes.set_ylabel("tokens/s of a device, over those of the fewest")
+    axes.set_ylabel("tokens/s of a device\n(1: on the fewest that it fits on)")
     axes.set_ylim(0, 1.2)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), title="what binds, and from where on")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
@@ -251,19 +288,28 @@ def peers() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["predict", "measure", "table", "study", "peers"])
-    parser.add_argument("--device", default="cpu", help="as calibrated: cpu, or a GPU's name")
-    parser.add_argument("--specs", nargs="*", default=[], choices=list(SPECS), metavar="SPEC")
+    parser.add_argument("what", choices=["predict", "measure", "table", "gpu", "study", "peers"])
+    parser.add_argument("--devices", default="2xcpu", help="as calibrated: 2xcpu, or a GPU's name")
+    parser.add_argument("--specs", nargs="*", default=list(SPECS), choices=list(SPECS), metavar="SPEC")
     parser.add_argument("--counts", nargs="*", type=int, default=list(COUNTS))
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--files", default="plan", help="of table: docs/FILES_predicted.jsonl and _measured.jsonl")
+    parser.add_argument("--seconds", default="step_s", choices=["step_s", "processor_s"], help="of table: which ones")
+    parser.add_argument("--small", action="store_true", help="of gpu: tiny shapes, on any device")
     given = parser.parse_args()
-    if given.what in ("predict", "measure"):
-        pool = parse_pool(given.device)
-        predict(pool) if given.what == "predict" else measure(pool.device, given.specs)
-    elif given.what == "study":
-        study(given.plot, given.counts)
-    else:
-        table() if given.what == "table" else peers()
+    match given.what:
+        case "predict":
+            predict(given.specs, SPECS, parse_pool(given.devices))
+        case "measure":
+            measure(given.specs, SPECS)
+        case "gpu":
+            on_a_gpu(given.small)
+        case "study":
+            study(given.plot, given.counts)
+        case "table":
+            table(given.files, given.seconds)
+        case "peers":
+            peers()
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from palestra.cli.main import app
-from palestra.errors import UsageError
+from palestra.errors import PalestraError, UsageError
 from palestra.plan.calibrate import fitted
-from palestra.plan.costs import Layout, sampling, train_step, train_work
+from palestra.plan.costs import Layout, sampling, train_step, train_work, trainer_memory
 from palestra.plan.devices import (
     PUBLISHED,
     Device,
@@ -23,10 +23,11 @@ from palestra.plan.devices import (
     calibration_file,
     find_device,
     parse_pool,
-    read_prices,
+    read_price,
     store_calibration,
 )
 from palestra.plan.job import Job, open_job
+from palestra.plan.measure import measured, small
 from palestra.plan.report import binds
 from palestra.plan.search import ROOM, Search, scaled
 from palestra.spec.load import load
@@ -206,12 +207,12 @@ def test_devices_and_prices_that_are_unknown_are_named(tmp_path):
     assert parse_pool("8xh200", 4).count == 32
     file = tmp_path / "prices.yaml"
     file.write_text("H100: 2.5\n")
-    assert read_prices(file, "H100") == 2.5
+    assert read_price(file, "H100") == 2.5
     with pytest.raises(UsageError, match=r"no price of H200, only of H100: add it"):
-        read_prices(file, "H200")
+        read_price(file, "H200")
     file.write_text("- 1\n")
     with pytest.raises(UsageError, match="expected dollars an hour by device"):
-        read_prices(file, "H200")
+        read_price(file, "H200")
 
 
 def test_model_that_fits_nowhere_says_by_how_much(tmp_path):
@@ -249,6 +250,9 @@ def test_command_prints_a_plan_whose_overrides_the_spec_takes(files):
         assert words in said.output
     row = json.loads(command(*arguments, "--json").output)["best"]
     assert row["cost"] == pytest.approx(3.5 * row["devices"] * row["hours"])
+    (files / "prices.yaml").write_text("{H200: 7.0}")
+    dear = json.loads(command(*arguments, "--json").output)["best"]
+    assert dear["cost"] == pytest.approx(2 * row["cost"])
     assert row["trainer_peak"] == sum(row["trainer_bytes"].values())
     overrides = {"parallel": row["parallel"], "cluster": {"trainers": row["trainers"], "generators": row["generators"]}}
     assert load(spec, overrides=overrides).spec.processes == row["trainers"]
@@ -261,6 +265,10 @@ def test_command_says_what_is_missing(files):
         ([spec, "--goal", "cost"], "--price FILE"),
         ([spec, "--goal", "speed"], "expected one of"),
         ([spec, "--devices", "8xH200"], "--shape FILE"),
+        (
+            [spec, "--devices", "8xH200", "--shape", str(files / "shape.yaml"), "--new-tokens", "9999"],
+            "at most rollout",
+        ),
         ([spec, "--devices", "8xH200", "--shape", str(files / "prices.yaml")], "not the fields of `model.shape`"),
     ):
         said = command(*arguments)
@@ -283,12 +291,57 @@ def test_trainer_memory_is_that_of_check():
     assert rows == predicted(job.spec, SMOLLM, "cuda")
 
 
+def test_memory_of_a_trainer_follows_the_closed_forms(tmp_path):
+    job = posttrain(EIGHT, tmp_path, rollout={"max_prompt_tokens": 100})
+    count, pool = EIGHT.parameters(), parse_pool("8xH200")
+    for layout in (Layout(), Layout(shard=8), Layout(data=2, shard=4)):
+        held = trainer_memory(job, layout, pool, generates=True)
+        apart = layout.processes / layout.data  # copies are whole, shards are shares
+        assert held["weights"] == pytest.approx(4 * count / apart, rel=1e-6)
+        assert held["optimizer state"] == pytest.approx(8 * count / apart, rel=1e-6)
+    # 64 × 8 rows of 100 + 512 tokens in whole pages of 32, keys and values of 36 layers × 8 heads × 128 in bf16
+    assert held["KV cache"] == pytest.approx(512 * 640 * 2 * 36 * 8 * 128 * 2)
+    assert "KV cache" not in trainer_memory(job, Layout(), pool, generates=False)
+
+
+@given(st.sampled_from([SMOLLM, EIGHT, MOE]), st.sampled_from(["L4", "A100", "H200"]), st.integers(0, 3))
+def test_what_fits_few_devices_fits_more(tmp_path_factory, shape, name, power):
+    job = posttrain(shape, tmp_path_factory.mktemp("shape"), train={"prompts_per_step": 8})
+    fits = [any(True for _ in Search(job, parse_pool(f"{n}x{name}")).plans(n)) for n in (2**power, 2 ** (power + 1))]
+    assert fits[1] >= fits[0]
+
+
+def test_failures_cost_hours_as_often_as_they_come(tmp_path):
+    jobs = [replace(posttrain(SMOLLM, tmp_path, rollout={"staleness": 1}), mtbf=mtbf) for mtbf in (1e4, 1e3, 1e9)]
+    often, more, never = (Search(job, parse_pool("8xH200")).best() for job in jobs)
+    assert more.lost == pytest.approx(10 * often.lost)
+    assert never.hours < often.hours < more.hours
+    assert often.lost >= often.layout.processes / 3.6e7 * 200  # at least the most of a restart of the trainer
+    assert never.step == often.step == more.step
+    job = replace(pretrain(SMOLLM), mtbf=1e4)
+    plan = Search(job, parse_pool("8xH200")).best()
+    checkpoint = min(each.seconds for each in job.spec.every.checkpoint if each.is_time)
+    assert plan.lost == pytest.approx(plan.layout.processes / 3.6e7 * (300 + checkpoint / 2))
+
+
+def test_a_run_to_measure_takes_what_it_is_told_to_take(tmp_path):
+    spec, known = small(tmp_path, {"layers": 1, "width": 32, "heads": 2, "mlp": 64}, train={"prompts_per_step": 2})
+    found = measured({**spec, "rollout": {**spec["rollout"], "group": 4}}, tmp_path)
+    assert known["new"] == pytest.approx(found.length, rel=0.25)
+    assert found.step >= found.spans["rollout"] + found.spans["train"] > 0.0
+    assert 50e6 < found.peak < 2e9
+    with pytest.raises(PalestraError, match=r"a run to measure ended with 2: .*no_such"):
+        measured({**spec, "no_such": 1}, tmp_path / "bad")
+
+
 def test_cpu_calibration_predicts_the_written_spec_on_shared_cores(tmp_path):
     device: Device = replace(PUBLISHED["H200"], name="cpu")
     job = posttrain(SMOLLM, tmp_path, cluster={"generators": 2}, train={"precision": "fp32"})
     one, three = (Search(job, Pool(device, count, 1)).written() for count in (1, 3))
     assert one is not None
     assert three is not None
-    assert one.together
-    assert not three.together
+    assert one.loop is not None
+    assert three.loop is not None
+    assert one.loop.together
+    assert not three.loop.together
     assert one.step > three.step

@@ -1,12 +1,13 @@
 """The simulated loop against closed forms: sums, slowest parts, one server, failures; and what more staleness does."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.plan.simulate import Loop, lengths, simulate
+from palestra.plan.simulate import TRAINER, Loop, lengths, simulate
 
 EVEN = Loop(
     **{"prompts": 8, "group": 4, "staleness": 0, "train": 2.0, "publish": 0.25, "fetch": 0.25, "generators": 1},
@@ -58,19 +59,39 @@ def test_shared_device_takes_turns():
     assert apart.step < together.step
 
 
-def test_failures_of_the_trainer_cost_restart_and_half_a_checkpoint():
-    loop = replace(EVEN, trainer_mtbf=400.0, restart=10.0, checkpoint=40.0)
-    plain, failing = simulate(EVEN).step, simulate(loop, 1500)
-    lost = (10.0 + 20.0) / 400.0  # renewals: of all time, so much
-    assert failing.lost == pytest.approx(lost, rel=0.2)
-    assert failing.step == pytest.approx(plain / (1 - lost), rel=0.04)
+def test_failures_of_the_trainer_cost_restart_and_what_is_repeated():
+    loop, random, now, times = replace(EVEN, restart=10.0, repeat=20.0), Random(0), 0.0, []
+    while now < 10_000:
+        now += random.expovariate(1 / 400)
+        times.append((now, TRAINER))
+    plain, failing = simulate(EVEN).step, simulate(loop, 1500, times).step
+    happened = sum(when < 1500 * failing for when, _ in times)
+    assert 1500 * (failing - plain) == pytest.approx(30.0 * happened, rel=0.1)
+
+
+def test_a_failure_of_the_trainer_is_hidden_by_nothing_but_generators_that_are_slower():
+    fast = replace(EVEN, staleness=2, train=20.0, restart=60.0)
+    assert 8 * (simulate(fast, 8, [(90.0, TRAINER)]).step - simulate(fast, 8).step) == pytest.approx(60.0, rel=0.01)
+    slow = replace(fast, train=0.5, base=0.5, slots=32)  # they go on meanwhile, as far as staleness allows
+    assert 0 < 30 * (simulate(slow, 30, [(200.0, TRAINER)]).step - simulate(slow, 30).step) < 20.0
 
 
 def test_a_generator_that_fails_delays_its_groups_and_loses_none():
-    loop = replace(EVEN, generators=4, generator_mtbf=30.0, restart=5.0)
-    outcome = simulate(loop, 60)
-    assert outcome.step > simulate(replace(EVEN, generators=4), 60).step
+    loop = replace(EVEN, generators=4, restart=5.0)
+    outcome = simulate(loop, 60, [(7.3 * number, number % 4) for number in range(1, 20)])
+    assert outcome.step > simulate(loop, 60).step
     assert outcome.age == 0.0  # every group was trained on in its own step
+
+
+def test_rows_end_with_their_burst():
+    assert simulate(replace(EVEN, burst=16)).step == pytest.approx(64 * (0.01 + 32 * 0.001) + 2.25)
+
+
+def test_generators_share_the_cores_that_training_leaves():
+    alone = replace(EVEN, staleness=6, train=20.0, generators=2, base=1.0, slots=16)
+    shared = simulate(replace(alone, cores=2, trainers=1), 20).step  # half of their speed while it trains
+    assert shared == pytest.approx(simulate(alone, 20).step + 20.0 / 2, rel=0.01)
+    assert simulate(replace(alone, cores=3, trainers=1), 20).step == pytest.approx(simulate(alone, 20).step)
 
 
 def test_uneven_generators_make_a_synchronous_step_wait_for_the_slowest():

@@ -27,6 +27,7 @@ def plan(
     new_tokens: Annotated[float | None, Option(min=1, help="Tokens of a completion or example, mean.")] = None,
     spread: Annotated[float | None, Option(min=0, help="Deviation of a completion's tokens over their mean.")] = None,
     verify_seconds: Annotated[float | None, Option(min=0, help="Seconds of a verifier for a completion.")] = None,
+    mtbf: Annotated[float | None, Option(min=1, help="Hours between two failures of one device, mean.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
     calibrate: Annotated[bool, Option("--calibrate", help="Measure this machine first, and store it.")] = False,
     runs: options.Root = options.RUNS,
@@ -49,7 +50,7 @@ def plan(
     if goal == "cost" and price is None:
         raise UsageError("--goal cost: prices differ by a factor of five; give them with --price FILE")
     from palestra.api import check
-    from palestra.plan.devices import parse_pool, read_prices
+    from palestra.plan.devices import parse_pool, read_price
     from palestra.plan.job import open_job
     from palestra.plan.report import as_json as as_row
     from palestra.plan.report import lines
@@ -57,8 +58,8 @@ def plan(
 
     settings = options.parsed({"spec": spec, "overrides": overrides, "variables": variables})
     pool = parse_pool(devices, nodes)
-    dollars = None if price is None else read_prices(price, pool.device.name)
-    known = {"prompt": prompt_tokens, "new": new_tokens, "spread": spread, "verify": verify_seconds}
+    dollars = None if price is None else read_price(price, pool.device.name)
+    known = {"prompt": prompt_tokens, "new": new_tokens, "spread": spread, "verify": verify_seconds, "mtbf": mtbf}
     search = Search(open_job(check(**settings).spec, shape, root=runs, known=known), pool)
     best, written = search.best(goal), search.written()
     if as_json:

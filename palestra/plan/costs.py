@@ -1,23 +1,24 @@
 """Seconds and bytes of training, sampling and sending weights, of a model under a layout on a device."""
 
-from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, inf, log2
 from typing import NamedTuple
 
 from palestra.plan.devices import Pool, Work
 from palestra.plan.job import Job
-from palestra.spec.memory import matrices, predicted
+from palestra.spec.memory import KV_CACHE, matrices, predicted
 from palestra.spec.shape import Shape
 
 WIRE = 0.75
 """Share of a link's published bandwidth that collectives reach."""
+PAGE = 32
+"""Tokens of a page of keys and values."""
 
 
 class Layout(NamedTuple):
     """Processes of the trainer along each axis of `parallel`, and how they compute."""
 
-    shard: int = 1
     data: int = 1
+    shard: int = 1
     context: int = 1
     expert: int = 1
     tensor: int = 1
@@ -27,7 +28,7 @@ class Layout(NamedTuple):
 
     @property
     def processes(self) -> int:
-        return self.shard * self.data * self.context * self.expert * self.tensor * self.pipeline
+        return self.apart * self.context * self.tensor * self.pipeline
 
     @property
     def apart(self) -> int:
@@ -37,53 +38,46 @@ class Layout(NamedTuple):
     @property
     def axes(self) -> dict[str, int]:
         """Those that split anything, by name."""
-        names = ("data", "shard", "context", "expert", "tensor", "pipeline")
-        return {name: getattr(self, name) for name in names if getattr(self, name) > 1}
+        return {name: size for name, size in zip(self._fields[:6], self[:6], strict=True) if size > 1}
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """Seconds of a phase by what they go to."""
 
-    compute: float = 0.0
-    bandwidth: float = 0.0
-    latency: float = 0.0
-    network: float = 0.0
-    """Waiting for other processes: collectives that nothing hides."""
-    bubble: float = 0.0
-    """Of a pipeline."""
+    compute: float
+    bandwidth: float
+    latency: float
+    network: float = 0.0  # waiting for other processes: collectives that nothing hides
+    bubble: float = 0.0  # of a pipeline
+
+    @classmethod
+    def of(cls, parts: Work, network: float = 0.0, bubble: float = 0.0) -> "Phase":
+        return cls(parts.flops, parts.bytes, parts.launches + parts.rows + parts.steps, network, bubble)
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.bandwidth + self.latency + self.network + self.bubble
+        return sum(self)
 
     @property
     def binds(self) -> str:
         """What takes most of it."""
-        return max(("compute", "bandwidth", "latency", "network", "bubble"), key=lambda name: getattr(self, name))
-
-
-def _phase(parts: Work, network: float = 0.0, bubble: float = 0.0) -> Phase:
-    return Phase(parts.flops, parts.bytes, parts.launches + parts.rows + parts.steps, network, bubble)
+        return max(self._fields, key=lambda name: getattr(self, name))
 
 
 def train_work(job: Job, layout: Layout, *, cpu: bool) -> tuple[Work, Work]:
     """Of one process in a step: gradients, and optimizer."""
-    shape, used = job.shape, job.used(cpu)
-    micros = micro_batches(job, layout)
-    split = layout.context * layout.tensor * layout.pipeline
-    tokens = job.trained / layout.apart / split
-    forwards = job.forwards(layout.checkpointing)
-    orthogonal = 0.0
-    if job.spec.optim.name == "muon":  # products as in training
+    shape, forwards, micros = job.shape, job.forwards(layout.checkpointing), micro_batches(job, layout)
+    tokens = job.trained / layout.processes
+    flops = forwards * tokens * shape.flops_per_token(round(job.length / 2))
+    if job.spec.optim.name == "muon":  # its products are as those of training
         sides = [(min(pair), max(pair)) for pair in matrices(shape).values()]
         orthogonal = shape.layers * sum(5 * (4 * s * s * long + 2 * s**3) for s, long in sides)
+        flops += job.updates * orthogonal / layout.apart
     train = Work(
-        flops=forwards * tokens * shape.flops_per_token(round(job.length / 2))
-        + job.updates * orthogonal / layout.apart,
-        bytes=forwards * tokens * traffic(shape, used),
+        flops=flops,
+        bytes=forwards * tokens * traffic(shape, job.used(cpu)),
         launches=forwards / 3 * micros * shape.layers / layout.pipeline,
-        rows=job.sequences / layout.apart,
+        rows=0.0 if job.spec.kind == "pretrain" else job.sequences / layout.apart,  # of unequal lengths
         steps=micros,
     )
     parameters = shape.parameters() / (layout.processes / layout.data)
@@ -106,38 +100,35 @@ def traffic(shape: Shape, used: int) -> float:
 
 def train_step(job: Job, layout: Layout, pool: Pool) -> Phase:
     """A training step, updates included, of processes that all wait for the slowest."""
-    device = pool.device
-    train, update = train_work(job, layout, cpu=device.cpu)
-    parts = device.parts("train", train).plus(device.parts("update", update))
-    work, hidden = sum(parts), sum(device.parts("train", train))
-    exposed = _axes(job, layout, pool)
+    train, update = train_work(job, layout, cpu=pool.device.cpu)
+    hides = pool.device.parts("train", train)
+    parts = hides.plus(pool.device.parts("update", update))
     gather = _gather(job, layout, pool)
-    exposed += max(0.0, gather - hidden) + gather / job.shape.layers
-    micros = micro_batches(job, layout) / job.updates
-    bubble = (layout.pipeline - 1) / micros * (work + exposed)
-    return _phase(parts, exposed, bubble)
+    if not pool.device.cpu:  # where the processor sends, nothing hides it
+        gather = max(0.0, gather - sum(hides)) + gather / job.shape.layers
+    exposed = _axes(job, layout, pool) + gather
+    bubble = (layout.pipeline - 1) / (micro_batches(job, layout) / job.updates) * (sum(parts) + exposed)
+    return Phase.of(parts, exposed, bubble)
 
 
 def _gather(job: Job, layout: Layout, pool: Pool) -> float:
     """Seconds in which parameters are gathered and gradients spread (FSDP, FP32), which computing can hide."""
-    apart, micros = layout.shard * layout.context, micro_batches(job, layout)
+    apart, hop = layout.shard * layout.context, pool.device.hop
     share = 4 * job.shape.parameters() / (layout.tensor * layout.pipeline * layout.expert)
-    inner = layout.tensor
     seconds = 0.0
     if apart > 1:
-        wait = 3 * job.shape.layers / layout.pipeline * pool.device.hop * log2(2 * apart)
-        seconds += micros * (3 * share * (apart - 1) / apart / (WIRE * pool.bandwidth(apart * inner)) + wait)
+        wait = 3 * job.shape.layers / layout.pipeline * hop * log2(2 * apart)
+        moved = 3 * share * (apart - 1) / apart / (WIRE * pool.bandwidth(apart * layout.tensor))
+        seconds += micro_batches(job, layout) * (moved + wait)
     if layout.data > 1:
         every = 2 * share / apart * (layout.data - 1) / layout.data
-        seconds += job.updates * (
-            every / (WIRE * pool.bandwidth(layout.processes)) + pool.device.hop * log2(2 * layout.data)
-        )
+        seconds += job.updates * (every / (WIRE * pool.bandwidth(layout.processes)) + hop * log2(2 * layout.data))
     return seconds
 
 
 def _axes(job: Job, layout: Layout, pool: Pool) -> float:
     """Seconds of the collectives inside layers, which nothing hides."""
-    shape, used = job.shape, job.used(pool.device.cpu)
+    shape, used, tensor = job.shape, job.used(pool.device.cpu), layout.tensor
     micros, layers = micro_batches(job, layout), shape.layers / layout.pipeline
     numbers = job.trained / layout.apart * used * layers / layout.context
     heads = (2 * shape.heads + 2 * shape.kv) * shape.dim
@@ -145,9 +136,9 @@ def _axes(job: Job, layout: Layout, pool: Pool) -> float:
     seconds = 0.0
     # Collectives of a layer, forward and backward; bytes that each process sends in all of them.
     for size, count, moved, group in (
-        (layout.tensor, 8, 8 * numbers * shape.width, layout.tensor),
-        (layout.context, 4, 2 * numbers * heads / layout.tensor, layout.tensor * layout.context),
-        (layout.expert, 4, 4 * numbers * active * shape.width / layout.tensor, layout.tensor * layout.expert),
+        (tensor, 8, 8 * numbers * shape.width, tensor),
+        (layout.context, 4, 2 * numbers * heads / tensor, tensor * layout.context),
+        (layout.expert, 4, 4 * numbers * active * shape.width / tensor, tensor * layout.expert),
     ):
         if size > 1:
             seconds += moved * (size - 1) / size / size / (WIRE * pool.bandwidth(group))
@@ -160,45 +151,37 @@ class Sampling(NamedTuple):
 
     base: float
     each: float
-    start: float
-    """Seconds of a prompt, which all completions of a group share."""
-    slots: int
-    """Rows at once."""
-    parts: Phase
-    """Of a decode step with all rows that there are."""
-    needed: float
-    """Bytes of weights and of the rows' keys and values."""
+    start: float  # seconds of a prompt, which all completions of a group share
+    slots: int  # rows at once
+    parts: Phase  # of a decode step with all rows that there are
+    needed: float  # bytes of weights and of the rows' keys and values
 
 
-def sampling(job: Job, pool: Pool, rows: float, *, tensor: int = 1, room: float | None = None) -> Sampling | None:
-    """A generator that would like `rows` at once, split over `tensor` devices; None where not one row fits.
+def sampling(job: Job, pool: Pool, rows: float, *, tensor: int = 1, room: float = inf) -> Sampling | None:
+    """A generator that would like `rows` at once, split over `tensor` devices; None where not one row fits in `room`.
 
     `room` are the bytes that it may take on each device.
     """
     shape, device = job.shape, pool.device
-    used = job.used(device.cpu)
-    context = job.prompt + job.new / 2
-    keys = 2 * shape.layers * shape.kv * shape.dim * used
+    used, context = job.used(device.cpu), job.prompt + job.new / 2
+    keys = 2 * shape.layers * shape.kv * shape.dim * used / tensor
     weights = shape.parameters() * used / tensor
-    room = (0.9 * device.memory - device.base) if room is None else room
-    most = int((room - weights) / (keys * (job.prompt + job.new) / tensor))
+    most = (room - weights) / (keys * (job.prompt + job.new))
     if most < 1:
         return None
-    slots = max(1, min(most, ceil(rows), 512 if device.cpu else 1024))
+    slots = max(1, int(min(most, ceil(rows), 512 if device.cpu else 1024)))
     touched = shape.parameters() - (shape.vocab or 0) * shape.width * (0 if shape.tied else 1)
     if shape.moe is not None:  # experts that one of the rows asks for
-        share = 1 - (1 - shape.moe.active / shape.moe.experts) ** slots
-        active = shape.parameters(active=True)
-        every = shape.parameters() - active
-        touched = active + (share - shape.moe.active / shape.moe.experts) * every
+        active, share = shape.parameters(active=True), shape.moe.active / shape.moe.experts
+        touched = active + (1 - (1 - share) ** slots - share) * (shape.parameters() - active)
     flops = shape.flops_per_token(round(context)) / tensor
     wire = 2 * shape.layers * 2 * shape.width * used * (tensor - 1) / tensor / (WIRE * device.link)
     wait = 2 * shape.layers * device.hop * log2(2 * tensor) if tensor > 1 else 0.0
     fixed = device.parts("decode", Work(0.0, touched * used / tensor, shape.layers, 0.0, 1.0))
-    row = device.parts("decode", Work(flops, keys * context / tensor, 0.0, 1.0, 0.0))
+    row = device.parts("decode", Work(flops, keys * context, 0.0, 1.0, 0.0))
     prompt = Work(flops * job.prompt, job.prompt * traffic(shape, used) / tensor, 0.0, 1.0, 0.0)
-    parts = _phase(fixed.plus(row.times(slots)), wait + wire * slots)
-    needed = weights + slots * keys * (job.prompt + job.new) / tensor
+    parts = Phase.of(fixed.plus(row.times(slots)), wait + wire * slots)
+    needed = weights + slots * keys * (job.prompt + job.new)
     return Sampling(sum(fixed) + wait, sum(row) + wire, device.seconds("prefill", prompt), slots, parts, needed)
 
 
@@ -209,16 +192,27 @@ def publish(job: Job, layout: Layout, pool: Pool, generators: int, tensor: int =
     seconds = device.seconds("publish", Work(0.0, 2 * sent, shape.layers, 0.0, 1.0))
     if layout.processes > 1:
         seconds += 4 * shape.parameters() / (WIRE * pool.bandwidth(layout.processes))
+        seconds += 3 * shape.layers * device.hop * log2(layout.processes)
     if generators and not device.cpu:
         seconds += sent / (WIRE * pool.bandwidth(layout.processes + generators * tensor)) + device.hop * generators
     return seconds
 
 
-def trainer_memory(job: Job, layout: Layout, cpu: bool, *, generates: bool) -> dict[str, float]:
+def trainer_memory(job: Job, layout: Layout, pool: Pool, *, generates: bool) -> dict[str, float]:
     """Bytes on each device of the trainer by what they hold."""
-    parallel = job.spec.parallel.model_copy(update={**dict.fromkeys(Layout._fields[:6], 1), **layout.axes})
+    spec, device = job.spec, pool.device
     micro = max(min(layout.micro, ceil(job.trained / layout.apart / job.updates)), ceil(job.longest))
-    train = job.spec.train.model_copy(update={"checkpointing": layout.checkpointing, "micro_tokens": micro})
-    cluster = job.spec.cluster.model_copy(update={"generators": 0 if generates else 1, "trainers": None})
-    settings = {"parallel": parallel, "train": train, "cluster": cluster, "devices": layout.processes}
-    return dict(predicted(job.spec.model_copy(update=settings), job.shape, "cpu" if cpu else "cuda"))
+    settings = {
+        "parallel": spec.parallel.model_copy(update=dict(zip(Layout._fields[:6], layout[:6], strict=True))),
+        "train": spec.train.model_copy(update={"checkpointing": layout.checkpointing, "micro_tokens": micro}),
+        "cluster": spec.cluster.model_copy(update={"generators": 0 if generates else 1, "trainers": None}),
+        "devices": layout.processes,
+    }
+    rows: dict[str, float] = dict(
+        predicted(spec.model_copy(update=settings), job.shape, "cpu" if device.cpu else "cuda")
+    )
+    if job.rollout is not None and KV_CACHE in rows:  # counted without prompts: whole pages on a GPU, as used on a CPU
+        new = job.rollout.rollout.max_new_tokens
+        most = (job.rollout.rollout.max_prompt_tokens or job.prompt) + new
+        rows["KV cache"] = rows.pop(KV_CACHE) * (job.length if device.cpu else PAGE * ceil(most / PAGE)) / new
+    return rows | {"process": device.base + device.joined * (layout.processes > 1)}

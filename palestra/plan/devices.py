@@ -3,35 +3,30 @@
 import json
 import platform
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import psutil
 
 from palestra.data.cache import cache_root
 from palestra.errors import UsageError, did_you_mean
 from palestra.runs.store import write_json
+from palestra.spec.source import read_file
 
 GB, TERA = 1e9, 1e12
 CPU = "cpu"
-PHASES = ("train", "update", "prefill", "decode", "complete", "publish")
-"""Gradients, the optimizer, prompts, a decode step, what a completion costs besides, weights to a generator."""
+PHASES = ("train", "update", "prefill", "decode", "complete", "apart", "publish")
+"""Gradients, the optimizer, prompts, a decode step, what a completion costs besides, the same more with a generator
+apart, weights to a generator."""
 
 
 class Work(NamedTuple):
     """What a phase does on one device; a price for each field makes seconds of it."""
 
-    flops: float = 0.0
-    """Floating-point operations."""
-    bytes: float = 0.0
-    """Bytes read and written in the device's memory."""
-    launches: float = 0.0
-    """Layers started."""
-    rows: float = 0.0
-    """Sequences handled."""
-    steps: float = 0.0
-    """Times that it happens."""
+    flops: float = 0.0  # floating-point operations
+    bytes: float = 0.0  # bytes read and written in the device's memory
+    launches: float = 0.0  # layers started
+    rows: float = 0.0  # sequences handled
+    steps: float = 0.0  # times that it happens
 
     def times(self, factor: float) -> "Work":
         return Work(*(factor * count for count in self))
@@ -45,20 +40,14 @@ class Device:
     """A type of device, and what each kind of work costs on it."""
 
     name: str
-    memory: float
-    """Bytes."""
-    link: float
-    """Bytes a second to another device of the machine, one way."""
-    network: float
-    """Bytes a second to a device of another machine, one way."""
-    prices: dict[str, Work]
-    """Seconds per unit of work, by phase; times add up, because kernels of each kind take turns."""
-    hop: float = 8e-6
-    """Seconds that a collective waits for each doubling of its processes."""
-    base: float = 0.7 * GB
-    """Bytes that a process takes before it has a model."""
-    source: str = "published peaks"
-    """Where the prices come from."""
+    memory: float  # bytes
+    link: float  # bytes a second to another device of the machine, one way
+    network: float  # bytes a second to a device of another machine, one way
+    prices: dict[str, Work]  # seconds per unit of work, by phase; times add up, because kernels of each kind take turns
+    hop: float = 8e-6  # seconds that a collective waits for each doubling of its processes
+    base: float = 0.7 * GB  # bytes that a process takes before it has a model
+    joined: float = 0.0  # bytes more of a process that trains with others
+    source: str = "published peaks"  # where the prices come from
 
     @property
     def cpu(self) -> bool:
@@ -88,6 +77,7 @@ def _from_peaks(name: str, memory: float, flops: float, bandwidth: float, link: 
         "prefill": Work(flop / 0.42, byte / 0.9, 30e-6, 0.0, 1e-3),
         "decode": Work(flop / 0.376, byte / 0.889, 14.8e-6, 1.6e-6, 0.0),
         "complete": Work(0.0, 0.0, 0.0, 0.4e-3, 2e-3),
+        "apart": Work(),
         "publish": Work(0.0, byte / 0.4, 0.5e-3, 0.0, 2e-3),
     }
     return Device(name, memory * GB, link * GB, network * GB, prices)
@@ -117,8 +107,7 @@ class Pool:
     """The devices of a plan."""
 
     device: Device
-    each: int
-    """Devices of a machine."""
+    each: int  # devices of a machine
     nodes: int
 
     @property
@@ -140,10 +129,11 @@ def parse_pool(text: str, nodes: int = 1) -> Pool:
 
 def find_device(name: str) -> Device:
     """A device by its name: as calibrated here, else by its published peaks."""
-    known = {published.upper(): published for published in (*PUBLISHED, CPU)}
+    stored = {file.stem for file in (cache_root() / "devices").glob("*.json")} - {calibration_file(CPU).stem}
+    known = {each.upper(): each for each in (*PUBLISHED, *stored, CPU)}
     if name.upper() not in known:
-        names = ", ".join(known.values())
-        words = " ".join(filter(None, (did_you_mean(name.upper(), known), f"Known are {names}; others by --calibrate")))
+        hint = did_you_mean(name.upper(), known)
+        words = " ".join(filter(None, (hint, f"Known are {', '.join(known.values())}; others by --calibrate")))
         raise UsageError(f"--devices: there are no figures of {name}. {words}")
     name = known[name.upper()]
     if (file := calibration_file(name)).is_file():
@@ -162,46 +152,25 @@ def read_calibration(file: Path) -> Device:
     """A stored calibration."""
     try:
         data: dict[str, Any] = json.loads(file.read_text())
-        listed = data.pop("prices")
-        prices = {phase: Work(**listed[phase]) for phase in PHASES}
-        return Device(**data, prices=prices)
+        return Device(**data | {"prices": {phase: Work(*data["prices"][phase]) for phase in PHASES}})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(
-            f"{file} is not a calibration ({error}): remove it, and run palestra plan --calibrate"
-        ) from error
+        words = f"({error}): remove it, and run palestra plan --calibrate"
+        raise UsageError(f"{file} is not a calibration {words}") from error
 
 
 def store_calibration(device: Device) -> Path:
     """Write a calibration, whole or not at all."""
     file = calibration_file(device.name)
     file.parent.mkdir(parents=True, exist_ok=True)
-    prices = {phase: work._asdict() for phase, work in device.prices.items()}
-    fields = ("name", "memory", "link", "network", "hop", "base", "source")
-    write_json(file, {**{name: getattr(device, name) for name in fields}, "prices": prices})
+    write_json(file, asdict(device))
     return file
 
 
-def this_cpu(prices: dict[str, Work], link: float, hop: float, base: float, source: str) -> Device:
-    """A core of this machine as a device."""
-    return Device(CPU, float(psutil.virtual_memory().total), link, link, prices, hop, base, source)
-
-
-def this_gpu(name: str, memory: float, prices: dict[str, Work], source: str) -> Device:
-    """A GPU of this machine: links and network as published, or as those of an H200."""
-    short = next((known for known in sorted(PUBLISHED, key=len, reverse=True) if known in name.replace(" ", "")), None)
-    like = PUBLISHED[short or "H200"]
-    return replace(like, name=short or name.split()[-1], memory=memory, prices=prices, source=source)
-
-
-def read_prices(file: Path, name: str) -> float:
+def read_price(file: Path, name: str) -> float:
     """Dollars an hour of a device, from a YAML or JSON file `{H200: 3.5}`."""
-    from palestra.spec.source import read_file
-
     data = read_file(file).data
     if not isinstance(data, dict) or not all(isinstance(price, int | float) for price in data.values()):
         raise UsageError(f"{file}: expected dollars an hour by device, such as {{H200: 3.5}}")
     if name not in data:
-        raise UsageError(
-            f"{file}: there is no price of {name}, only of {', '.join(map(str, data)) or 'nothing'}: add it"
-        )
+        raise UsageError(f"{file}: there is no price of {name}, only of {', '.join(data) or 'nothing'}: add it")
     return float(data[name])

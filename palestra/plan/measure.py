@@ -1,105 +1,130 @@
-"""A spec run in processes of its own: seconds of its steps by the clock and by the processor, and peak memory."""
+"""A spec run in a process of its own: seconds of its steps and the most memory it took, by a hook that it calls."""
 
 import json
 import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
-import psutil
-
 from palestra.errors import PalestraError
+from palestra.spec.shape import Shape
 from palestra.spec.source import write_text
 
 WARM_UP = 2
-"""Steps that do not count."""
-POLL = 0.1
+"""Steps that do not count: kernels are chosen and caches filled in them."""
+
+PROMPT, CHATML = 8, 21
+"""Tokens of a prompt such as 123+456=, and those around question and answer of a conversation."""
 
 
 class Measured(NamedTuple):
     """Of a run."""
 
-    wall: float
-    """Seconds of a step, median."""
+    step: float  # seconds of a step, by the clock: median
     processor: float
-    """Seconds of all its processes' cores in a step, median: what one free core would take."""
-    peak: int
-    """Bytes of the largest process, at most."""
-    length: float
-    """Tokens of a completion, mean."""
+    """The same of the first process's processor, which others that use the machine disturb less; on a GPU as `step`."""
+    peak: float
+    """Bytes of the trainer's first process at most, up to its last step: of the GPU's memory, or else resident."""
+    spans: dict[str, float]  # seconds of each span in a step, median
+    length: float  # tokens of a completion, mean
 
 
-def digits(prompt: str, completion: str, **row: Any) -> float:
+def odd(prompt: str, completion: str, **row: Any) -> float:
     """A reward that differs within every group: what has no advantage is not trained on."""
-    return sum(map(str.isdigit, completion)) / max(1, len(completion))
+    return sum(ord(character) % 2 for character in completion) / max(1, len(completion))
+
+
+def watch(context: Any) -> dict[str, float]:
+    """The hook of a run to measure: what the clock and the memory say at the end of each step."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        peak, processor = torch.cuda.max_memory_allocated(), time.perf_counter()
+    else:
+        peak, processor = _resident_peak(), time.process_time()
+    return {"measured/at": time.perf_counter(), "measured/processor": processor, "measured/peak": float(peak)}
+
+
+def _resident_peak() -> int:
+    """Bytes; on Linux not by `getrusage`, which counts what the process had been before it became this program."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
 
 
 def measured(spec: dict[str, Any], folder: Path) -> Measured:
     """Train a spec that writes a row each step."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "spec.yaml").write_text(write_text(spec))
-    command = [
-        sys.executable,
-        "-m",
-        "palestra",
-        "train",
-        str(folder / "spec.yaml"),
-        "--runs",
-        str(folder / "runs"),
-        "-q",
-    ]
-    seconds: dict[int, float] = {}
-    most: dict[int, int] = {}
-    marks: list[tuple[float, float]] = []
-    with (folder / "output.txt").open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as child:
-        try:
-            tree = psutil.Process(child.pid)
-            while child.poll() is None:
-                for process in _alive(tree):
-                    seconds[process.pid] = max(seconds.get(process.pid, 0.0), _processor(process))
-                    most[process.pid] = max(most.get(process.pid, 0), _resident(process))
-                if (rows := _rows(folder)) > len(marks):
-                    marks += [(time.perf_counter(), sum(seconds.values()))] * (rows - len(marks))
-                time.sleep(POLL)
-        finally:
-            child.kill()
-    if child.returncode:
-        last = (folder / "output.txt").read_text(errors="replace").strip().splitlines()[-3:]
-        raise PalestraError(f"a run to measure ended with {child.returncode}: {' '.join(last)}")
-    steps = list(zip(marks[WARM_UP:], marks[WARM_UP + 1 :], strict=False))
-    wall, processor = (statistics.median(b[i] - a[i] for a, b in steps) for i in (0, 1))
-    written = [json.loads(line) for path in _files(folder) for line in path.read_text().splitlines()]
-    told = [row["length"] for row in written if "length" in row]
-    return Measured(wall, processor, max(most.values()), statistics.fmean(told) if told else 0.0)
+    (folder / "spec.yaml").write_text(write_text({**spec, "hooks": [f"{watch.__module__}:watch"]}))
+    command = [sys.executable, "-m", "palestra", "train", str(folder / "spec.yaml"), "--runs", str(folder / "runs")]
+    done = subprocess.run([*command, "-q"], capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        last = " ".join(done.stderr.strip().splitlines()[-3:])
+        raise PalestraError(f"a run to measure ended with {done.returncode}: {last}")
+    (file,) = (folder / "runs").glob("*/*/sessions/*/metrics.jsonl")
+    rows = [row for line in file.read_text().splitlines() if "measured/at" in (row := json.loads(line))]
+    counted = rows[WARM_UP + 1 :]
+    step, processor = (
+        statistics.median(b[f"measured/{key}"] - a[f"measured/{key}"] for a, b in pairwise(rows[WARM_UP:]))
+        for key in ("at", "processor")
+    )
+    spans = {
+        key[5:]: statistics.median(row.get(key, 0.0) for row in counted) for key in counted[0] if key[:5] == "time/"
+    }
+    length = statistics.fmean(row.get("length", 0.0) for row in counted)
+    return Measured(step, processor, rows[-1]["measured/peak"], spans, length)
 
 
-def _alive(tree: psutil.Process) -> list[psutil.Process]:
-    try:
-        return [tree, *tree.children(recursive=True)]
-    except psutil.Error:
-        return []
+def small(
+    folder: Path, shape: dict[str, Any], kind: str = "posttrain", characters: int = 92, **changes: Any
+) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """A spec with a new model of so many characters, whose files are written; and how long its texts are."""
+    text = "".join(map(chr, [10, *range(32, 123), *range(0x4E00, 0x4E00 + characters - 92)]))
+    shape, context = {"context": 512, **shape}, changes.pop("context", 64)
+    train = {"steps": 12, **changes.pop("train", {})}
+    every = {"log": "1 steps", "checkpoint": "1 hours", "eval": None}
+    spec: dict[str, Any] = {"kind": kind, "name": "measured", "every": every, "threads": 1, **changes, "train": train}
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "posttrain":
+        limit = spec.setdefault("rollout", {}).setdefault("max_new_tokens", 24)
+        spec["rollout"] = {"group": 8, "record": False, "max_prompt_tokens": PROMPT} | spec["rollout"]
+        task = {"task": "arithmetic", "args": {"digits": 3, "stop": []}, "reward": {"function": f"{__name__}:odd"}}
+        spec = {"algorithm": {"preset": "dr_grpo"}, "optim": {"name": "adamw", "lr": 1e-5}} | spec
+        spec |= {"tasks": {"train": [task]}, "model": {"init": str(folder / "model")}}
+        _write_model(folder / "model", text, shape)
+        stays = 1 - 2 / (characters + 3)  # tokens of a model that knows nothing are equally likely, and two of them end
+        mean = sum(stays**k for k in range(limit))
+        square = sum((2 * k + 1) * stays**k for k in range(limit))
+        return spec, {"prompt": PROMPT, "new": mean, "spread": (square / mean**2 - 1) ** 0.5, "verify": 0.0}
+    file, random = folder / ("text.txt" if kind == "pretrain" else "chat.jsonl"), Random(0)
+    file.write_text(text * max(8, 40_000 // characters))
+    if kind == "sft":  # no two alike: what examples begin with alike is computed once
+        turns = {"user": 20, "assistant": context - 20 - CHATML}
+        words = ({role: "".join(random.choices(text[1:], k=size)) for role, size in turns.items()} for _ in range(400))
+        rows = ([{"role": role, "content": said} for role, said in row.items()] for row in words)
+        file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    spec["data"] = {"train": {"texts": {"path": str(file)}}, "context": context}
+    return spec | {"model": {"shape": shape, "tokenizer": "characters"}}, {}
 
 
-def _processor(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
-    except psutil.Error:
-        return 0.0
-    return times.user + times.system
+def _write_model(folder: Path, text: str, shape: dict[str, Any]) -> None:
+    import torch
 
+    from palestra.data.tokenizers import character_tokenizer
+    from palestra.lm.hf import save_pretrained
+    from palestra.lm.model import Transformer
 
-def _resident(process: psutil.Process) -> int:
-    try:
-        return process.memory_info().rss
-    except psutil.Error:
-        return 0
-
-
-def _files(folder: Path) -> list[Path]:
-    return list((folder / "runs").glob("*/*/sessions/*/metrics.jsonl"))
-
-
-def _rows(folder: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in _files(folder))
+    tokenizer = character_tokenizer(text)
+    tokenizer.save(folder.with_name("tokenizer"))
+    model = Transformer(Shape(vocab=tokenizer.vocab_size, **shape))
+    model.initialize(torch.Generator().manual_seed(0))
+    save_pretrained(folder, model, tokenizer=tokenizer, eos=())

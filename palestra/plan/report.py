@@ -17,30 +17,23 @@ WORDS = {
 
 def binds(plan: Plan) -> tuple[str, str]:
     """What limits a plan (a word of `WORDS`, or `tail`, `sync`, `verifiers`), and a sentence about it."""
-    outcome, sample = plan.outcome, plan.sample
-    if outcome is None or sample is None:
+    outcome, sample, loop = plan.outcome, plan.sample, plan.loop
+    if outcome is None or sample is None or loop is None:
         return _named(plan.train, "training")
-    loop = plan.loop
-    assert loop is not None
+    completions = loop.prompts * loop.group
+    waited, handled = plan.publish / outcome.step, loop.complete * completions / outcome.step
     if outcome.verifiers > 0.8:
         return "verifiers", f"{plan.verifiers} verifiers work {outcome.verifiers:.0%} of the time: give more of them"
-    waited = plan.publish / outcome.step
     if waited > 0.25:
         return "sync", f"weights on their way to the generators take {waited:.0%} of a step"
-    handled = loop.complete * loop.prompts * loop.group / outcome.step
     if handled > 0.4:
-        return (
-            "latency",
-            f"workflows of {loop.prompts * loop.group} completions take {handled:.0%} of a step in the first process",
-        )
+        return "latency", f"workflows of {completions} completions take {handled:.0%} of a step in the first process"
     if outcome.trainer > 0.5 and outcome.trainer > outcome.generator:
         return _named(plan.train, f"the trainer, {outcome.trainer:.0%} of the time at work,")
     if outcome.tail > 0.5 and loop.spread:
         advice = "allow more staleness" if not loop.staleness else "fewer generators, or shorter completions"
-        return (
-            "tail",
-            f"the longest completions: {outcome.tail:.0%} of the generators' time is with few rows or none; {advice}",
-        )
+        few = f"{outcome.tail:.0%} of the generators' time is with few rows or none"
+        return "tail", f"the longest completions: {few}; {advice}"
     return _named(sample.parts, f"generators, {outcome.generator:.0%} of the time at work,")
 
 
@@ -51,12 +44,11 @@ def _named(phase: Phase, who: str) -> tuple[str, str]:
 
 def as_json(plan: Plan, price: float | None) -> dict[str, Any]:
     """All that is known of a plan."""
-    what, sentence = binds(plan)
-    sample, outcome = plan.sample, plan.outcome
-    row = {
+    (what, sentence), sample, device = binds(plan), plan.sample, plan.pool.device
+    return {
         "devices": plan.devices,
-        "device": plan.pool.device.name,
-        "rates": plan.pool.device.source,
+        "device": device.name,
+        "rates": device.source,
         "trainers": plan.layout.processes,
         "parallel": plan.layout.axes,
         "checkpointing": plan.layout.checkpointing,
@@ -65,54 +57,54 @@ def as_json(plan: Plan, price: float | None) -> dict[str, Any]:
         "generator_devices": plan.tensor if plan.generators else 0,
         "rows": sample.slots if sample else 0,
         "trainer_bytes": {name: round(count) for name, count in plan.memory.items()},
-        "trainer_peak": round(sum(plan.memory.values())),
-        "generator_peak": round(sample.needed + plan.pool.device.base) if sample and plan.generators else 0,
+        "trainer_peak": sum(round(count) for count in plan.memory.values()),
+        "generator_peak": round(sample.needed + device.base) if sample and plan.generators else 0,
         "train_seconds": plan.trained_in,
         "publish_seconds": plan.publish,
         "step_seconds": plan.step,
         "tokens_per_second": plan.job.sampled / plan.step,
         "steps_per_hour": 3600 / plan.step,
         "hours": plan.hours,
+        "lost": plan.lost,
         "cost": None if price is None else price * plan.devices * plan.hours,
         "binds": what,
         "why": sentence,
         "assumed": list(plan.job.assumed),
+        "simulated": None if plan.outcome is None else plan.outcome._asdict(),
     }
-    return row | {"simulated": outcome._asdict() if outcome else None}
 
 
 def overrides(plan: Plan) -> list[str]:
     """The overrides that make a spec run so."""
-    own, layout = plan.job.spec, plan.layout
+    own, layout = plan.job.spec.train, plan.layout
     axes = ", ".join(f"{axis}: {size}" for axis, size in layout.axes.items())
     given = [f"'parallel={{{axes}}}'"] if axes else []
     if plan.generators and plan.tensor == 1:
         given.append(f"'cluster={{trainers: {layout.processes}, generators: {plan.generators}}}'")
-    for name, value in (("checkpointing", layout.checkpointing), ("micro_tokens", layout.micro)):
-        given += [f"train.{name}={value}"] if getattr(own.train, name) != value else []
-    return given
+    ways = {"checkpointing": layout.checkpointing, "micro_tokens": layout.micro}
+    return given + [f"train.{name}={value}" for name, value in ways.items() if getattr(own, name) != value]
 
 
 def lines(plan: Plan, written: Plan | None, price: float | None, spec: str) -> Iterator[str]:
     """The report for people."""
-    job, pool = plan.job, plan.pool
+    job, pool, sample = plan.job, plan.pool, plan.sample
     machines = f" on {pool.nodes} machines" * (pool.nodes > 1)
     yield f"{spec} on {pool.count} × {pool.device.name}{machines}; rates: {pool.device.source}"
     size = f"{job.shape.parameters() / 1e6:,.4g}M parameters"
     yield f"model of {size}, {job.sampled:,.0f} tokens a step, {job.spec.train.steps} steps"
     if job.assumed:
         yield f"assumed: {'; '.join(job.assumed)}"
-    columns = {"best": plan} if written is None else {"as written": written, "best": plan}
-    rows = {name: _column(each, price) for name, each in columns.items()}
-    yield ""
-    yield f"{'':<22}" + "".join(f"{name:>22}" for name in rows)
-    for key in next(iter(rows.values())):
+    rows = {} if written is None else {"as written": _column(written, price)}
+    rows["best"] = _column(plan, price)
+    yield f"\n{'':<22}" + "".join(f"{name:>22}" for name in rows)
+    for key in rows["best"]:
         yield f"{key:<22}" + "".join(f"{column[key]:>22}" for column in rows.values())
-    yield ""
-    yield f"memory of a trainer: {_memory(plan)}"
-    if plan.sample is not None and plan.generators:
-        weights, needed = job.shape.parameters() * job.used(pool.device.cpu) / plan.tensor, plan.sample.needed
-        keys = f"keys and values of {plan.sample.slots} rows {_size(needed - weights)}"
+    held = sorted(((count, name) for name, count in plan.memory.items() if count), reverse=True)
+    held_by = ", ".join(f"{name} {_size(count)}" for count, name in held)
+    yield f"\nmemory of a trainer: {held_by} of {_size(pool.device.memory)}"
+    if sample is not None and plan.generators:
+        weights = job.shape.parameters() * job.used(pool.device.cpu) / plan.tensor
+        keys = f"keys and values of {sample.slots} rows {_size(sample.needed - weights)}"
         yield f"memory of a generator: weights {_size(weights)}, {keys}"
     yield f"what binds: {': '.join(binds(plan))}"
     if plan.devices < pool.count:
@@ -120,12 +112,10 @@ def lines(plan: Plan, written: Plan | None, price: float | None, spec: str) -> I
     if plan.tensor > 1:
         server = f"vLLM server with --tensor-parallel-size {plan.tensor}"
         yield f"it does not fit one device to generate: each generator is a {server} (rollout.generator)"
-    given = overrides(plan)
-    yield f"palestra train {' '.join([spec, *given])}"
+    yield f"palestra train {' '.join([spec, *overrides(plan)])}"
 
 
 def _column(plan: Plan, price: float | None) -> dict[str, str]:
-    hours = plan.hours
     row = {
         "trainers": str(plan.layout.processes),
         "layout": ", ".join(f"{axis} {size}" for axis, size in plan.layout.axes.items()) or "–",
@@ -135,16 +125,9 @@ def _column(plan: Plan, price: float | None) -> dict[str, str]:
         "seconds a step": f"{plan.step:.3g}",
         "tokens/s": f"{plan.job.sampled / plan.step:,.0f}",
         "steps/h": f"{3600 / plan.step:,.1f}",
-        "hours to the end": f"{hours:.2f}",
+        "hours to the end": f"{plan.hours:.2f}",
     }
-    return row | ({} if price is None else {"cost": f"${price * plan.devices * hours:,.2f}"})
-
-
-def _memory(plan: Plan) -> str:
-    rows = sorted(plan.memory.items(), key=lambda row: -row[1])
-    return (
-        ", ".join(f"{name} {_size(count)}" for name, count in rows if count) + f" of {_size(plan.pool.device.memory)}"
-    )
+    return row | ({} if price is None else {"cost": f"${price * plan.devices * plan.hours:,.2f}"})
 
 
 def _size(count: float) -> str:

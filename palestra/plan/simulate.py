@@ -6,135 +6,102 @@ bound on staleness are those of `rollout/executor.py`. The same seed gives each 
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
-from math import exp, log, sqrt
+from math import ceil, exp, inf, log, sqrt
 from random import Random
 from typing import NamedTuple
+
+TRAINER = -1
+"""Who fails, if no generator does."""
 
 
 @dataclass(frozen=True)
 class Loop:
     """What is simulated; times in seconds."""
 
-    prompts: int
-    """Groups of a step."""
+    prompts: int  # groups of a step
     group: int
     staleness: int
-    train: float
-    """Of a step, publication not included."""
-    publish: float
-    """In which the trainer waits; generators wait for `fetch` of it."""
+    train: float  # of a step, publication not included
+    publish: float  # in which the trainer waits; generators wait for `fetch` of it
     fetch: float
     generators: int
     slots: int
     base: float
     each: float
-    start: float
-    """Of a prompt, in which its generator decodes nothing."""
-    mean: float
-    """Tokens of a completion; log-normal, with this ratio of deviation and mean, and at most `longest`."""
+    start: float  # of a prompt, in which its generator decodes nothing
+    mean: float  # tokens of a completion; log-normal, with this ratio of deviation and mean, and at most `longest`
     spread: float
     longest: int
+    burst: int = 1  # decode steps between which rows may end
     verify: float = 0.0
     verifiers: int = 1
-    complete: float = 0.0
-    """Of the first trainer's processor for each completion."""
-    together: bool = False
-    """Generators and trainer share one device: nothing is decoded while it trains."""
-    running: int | None = None
-    """Most groups in flight."""
-    unevenness: float = 0.0
-    """Standard deviation of the logarithm of the generators' speeds."""
-    generator_mtbf: float = float("inf")
-    """Mean time between the failures of one generator: what it has begins again elsewhere."""
-    trainer_mtbf: float = float("inf")
-    """Of the trainer as a whole: steps since the checkpoint are repeated."""
-    restart: float = 120.0
-    checkpoint: float = 600.0
-    """Between checkpoints."""
+    complete: float = 0.0  # of the first trainer's processor for each completion
+    together: bool = False  # generators and trainer share one device: nothing is decoded while it trains
+    cores: float = inf  # devices that generators share while nothing is trained
+    trainers: int = 0  # how many of them training takes away
+    running: int | None = None  # most groups in flight
+    unevenness: float = 0.0  # standard deviation of the logarithm of the generators' speeds
+    restart: float = 0.0  # from a failure to work; a trainer also repeats what was done since a checkpoint
+    repeat: float = 0.0
     seed: int = 0
 
 
 class Outcome(NamedTuple):
     """Of the steps after the first ones."""
 
-    step: float
-    """Seconds a step, mean."""
-    trainer: float
-    """Share of the time in which the trainer trains."""
-    generator: float
-    """Share of the generators' time in which they decode."""
-    rows: float
-    """Rows of a decode step, mean."""
+    step: float  # seconds a step, mean
+    trainer: float  # share of the time in which the trainer trains
+    generator: float  # share of the generators' time in which they decode
     tail: float
     """Share of the generators' time in which they decode less than half of the rows that they may have, or nothing."""
-    verifiers: float
-    """Share of the time in which they verify."""
-    age: float
-    """Versions between sampling and training, mean."""
-    lost: float
-    """Share of the time that failures of the trainer cost."""
+    verifiers: float  # share of the time in which they verify
+    age: float  # versions between sampling and training, mean
 
 
 def lengths(loop: Loop, number: int) -> list[int]:
     """Tokens of the completions of a group."""
-    random = Random(f"{loop.seed} {number}")
     if loop.spread == 0:
         return [max(1, min(loop.longest, round(loop.mean)))] * loop.group
-    sigma = sqrt(log(1 + loop.spread**2))
+    random, sigma = Random(f"{loop.seed} {number}"), sqrt(log(1 + loop.spread**2))
     middle = log(loop.mean) - sigma**2 / 2
     return [max(1, min(loop.longest, round(exp(random.gauss(middle, sigma))))) for _ in range(loop.group)]
 
 
-def simulate(loop: Loop, steps: int = 8) -> Outcome:
-    """So many steps after those in which the pipeline fills."""
+def simulate(loop: Loop, steps: int = 8, failures: Sequence[tuple[float, int]] = ()) -> Outcome:
+    """So many steps after those in which the pipeline fills; `failures`: times in them, and who (TRAINER or which)."""
     simulation = _Simulation(loop)
     simulation.run(loop.staleness + 2)
     begin, busy = simulation.now, simulation.busy()
+    for when, who in failures:
+        simulation.at(begin + when, "failed", who)
     simulation.run(loop.staleness + 2 + steps)
-    seconds = simulation.now - begin
-    trained, verified, lost, decoded, thin, weighted = (b - a for a, b in zip(busy, simulation.busy(), strict=True))
-    ages = simulation.ages[-steps * loop.prompts :]
-    return Outcome(
-        step=seconds / steps,
-        trainer=trained / seconds,
-        generator=decoded / seconds / loop.generators,
-        rows=weighted / max(decoded, 1e-12),
-        tail=thin / seconds / loop.generators,
-        verifiers=verified / seconds / loop.verifiers,
-        age=sum(ages) / len(ages),
-        lost=lost / seconds,
-    )
+    seconds, ages = simulation.now - begin, simulation.ages[-steps * loop.prompts :]
+    trained, verified, decoded, thin = (b - a for a, b in zip(busy, simulation.busy(), strict=True))
+    each = seconds * loop.generators
+    shares = trained / seconds, decoded / each, thin / each, verified / seconds / loop.verifiers
+    return Outcome(seconds / steps, *shares, sum(ages) / len(ages))
 
 
 class _Row(NamedTuple):
-    end: float
-    """In decode steps of its generator."""
-    number: int
-    """Of its group."""
+    end: float  # in decode steps of its generator
+    number: int  # of its group
     length: int
 
 
 @dataclass
 class _Generator:
     slowness: float
-    rows: list[_Row] = field(default_factory=list)
-    """A heap: the first to end comes first."""
-    waiting: deque[tuple[int, int]] = field(default_factory=deque)
-    """Numbers of groups and lengths."""
-    clock: float = 0.0
-    """Until when its decode steps are counted."""
-    decoded: float = 0.0
-    """Decode steps."""
-    frozen: float = 0.0
-    """Until when it decodes nothing."""
-    alarm: int = -1
-    """The event at which its first row ends; earlier ones are void."""
+    rows: list[_Row] = field(default_factory=list)  # A heap: the first to end comes first
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)  # numbers of groups and lengths
+    clock: float = 0.0  # until when its decode steps are counted
+    decoded: float = 0.0  # decode steps
+    frozen: float = 0.0  # until when it decodes nothing
+    alarm: int = -1  # the event at which its first row ends; earlier ones are void
     busy: float = 0.0
     thin: float = 0.0
-    weighted: float = 0.0
-    """Rows times seconds."""
 
 
 class _Simulation:
@@ -154,12 +121,8 @@ class _Simulation:
         self.ready: list[int] = []
         self.unverified: deque[int] = deque()
         self.verifying, self.training = 0, False
-        self.trained_for = self.verified_for = self.lost = self.saved = self.penalty = 0.0
+        self.trained_for = self.verified_for = self.penalty = 0.0
         self.ages: list[int] = []
-        self.failures = Random(f"{loop.seed} failures")
-        for index in range(loop.generators):
-            self.fail_later(index, loop.generator_mtbf)
-        self.fail_later(-1, loop.trainer_mtbf)
         self.admit()
 
     def run(self, version: int) -> None:
@@ -171,8 +134,8 @@ class _Simulation:
         """Seconds of all that work, so far."""
         for generator in self.generators:
             self.advance(generator)
-        sums = (sum(getattr(each, name) for each in self.generators) for name in ("busy", "thin", "weighted"))
-        return (self.trained_for, self.verified_for, self.lost, *sums)
+        sums = (sum(getattr(each, name) for each in self.generators) for name in ("busy", "thin"))
+        return (self.trained_for, self.verified_for, *sums)
 
     def at(self, when: float, kind: str, what: int = 0) -> int:
         number = next(self.order)
@@ -187,49 +150,41 @@ class _Simulation:
         while self.admitted < most and (loop.running is None or len(self.left) < loop.running):
             number, self.admitted = self.admitted, self.admitted + 1
             self.born[number], self.left[number] = self.version, loop.group
-            self.place([(number, length) for length in lengths(loop, number)], loop.start)
+            steps = (loop.burst * ceil(length / loop.burst) for length in lengths(loop, number))
+            self.place([(number, length) for length in steps])
 
-    def place(self, completions: list[tuple[int, int]], start: float) -> None:
+    def place(self, completions: list[tuple[int, int]]) -> None:
         """Give completions of one group to the least busy generator, which decodes nothing during the prompt."""
-
         index = min(range(len(self.generators)), key=self.loads.__getitem__)
-        generator = self.generators[index]
         self.loads[index] += len(completions)
-        self.advance(generator)
-        generator.waiting.extend(completions)
-        generator.frozen = max(generator.frozen, self.now) + start
-        self.fill(index)
+        self.generators[index].waiting.extend(completions)
+        self.freeze(index, self.loop.start)
 
-    def fill(self, index: int) -> None:
-        """Start what there is room for, and set the alarm for the row that ends first."""
+    def freeze(self, index: int, seconds: float = 0.0) -> None:
+        """Decode nothing for so long; start what there is room for, and set the alarm for the row that ends first."""
         generator = self.generators[index]
+        self.advance(generator)
+        generator.frozen = max(generator.frozen, self.now) + seconds
         while generator.waiting and len(generator.rows) < self.loop.slots:
             number, length = generator.waiting.popleft()
             heapq.heappush(generator.rows, _Row(generator.decoded + length, number, length))
         if generator.rows:
-            seconds = (generator.rows[0].end - generator.decoded) * self.pace(generator)
-            generator.alarm = self.at(max(self.now, generator.frozen) + seconds, "end", index)
+            left = (generator.rows[0].end - generator.decoded) * self.pace(generator)
+            generator.alarm = self.at(generator.frozen + left, "end", index)
 
     def pace(self, generator: _Generator) -> float:
         """Seconds of a decode step."""
-        return (self.loop.base + len(generator.rows) * self.loop.each) * generator.slowness
+        crowd = len(self.generators) / (self.loop.cores - self.training * self.loop.trainers)
+        return (self.loop.base + len(generator.rows) * self.loop.each) * generator.slowness * max(1.0, crowd)
 
     def advance(self, generator: _Generator) -> None:
         """Count what was decoded since the last time."""
-        rows, elapsed = len(generator.rows), self.now - max(generator.clock, min(generator.frozen, self.now))
-        if rows and elapsed > 0:
+        elapsed = self.now - max(generator.clock, min(generator.frozen, self.now))
+        if generator.rows and elapsed > 0:
             generator.decoded += elapsed / self.pace(generator)
             generator.busy += elapsed
-            generator.weighted += rows * elapsed
-        generator.thin += (self.now - generator.clock) * (2 * rows < self.full)
+        generator.thin += (self.now - generator.clock) * (2 * len(generator.rows) < self.full)
         generator.clock = self.now
-
-    def freeze(self, seconds: float) -> None:
-        """No generator decodes for so long."""
-        for index, generator in enumerate(self.generators):
-            self.advance(generator)
-            generator.frozen = max(generator.frozen, self.now) + seconds
-            self.fill(index)
 
     def on_end(self, index: int, number: int) -> None:
         generator = self.generators[index]
@@ -240,7 +195,7 @@ class _Simulation:
         while generator.rows and generator.rows[0].end <= generator.decoded + 1e-9:
             self.unverified.append(heapq.heappop(generator.rows).number)
             self.loads[index] -= 1
-        self.fill(index)
+        self.freeze(index)
         self.verify()
 
     # ---- verifiers and trainer
@@ -266,16 +221,22 @@ class _Simulation:
         loop = self.loop
         if self.training or len(self.ready) < loop.prompts:
             return
-        if any(self.born[number] + loop.staleness <= self.version for number in self.left):
-            due = sum(born + loop.staleness <= self.version for born in self.born.values())
-            if due <= loop.prompts:
-                return
+        oldest = self.version - loop.staleness
+        due = sum(born <= oldest for born in self.born.values())
+        if due <= loop.prompts and any(self.born[number] <= oldest for number in self.left):
+            return
         self.ages += [self.version - self.born.pop(heapq.heappop(self.ready)) for _ in range(loop.prompts)]
-        self.training = True
         seconds = loop.train + loop.complete * loop.prompts * loop.group
-        if loop.together:
-            self.freeze(seconds)
+        self.switch(True, seconds if loop.together else 0.0)
         self.at(self.now + seconds, "trained")
+
+    def switch(self, training: bool, frozen: float) -> None:
+        """Training begins, publishes or ends, which changes what generators have."""
+        for generator in self.generators:
+            self.advance(generator)
+        self.training = training
+        for index in range(len(self.generators)):
+            self.freeze(index, frozen)
 
     def on_trained(self, _: int, __: int) -> None:
         if self.penalty:
@@ -283,36 +244,25 @@ class _Simulation:
             self.penalty = 0.0
             return
         self.trained_for += self.loop.train
-        self.freeze(self.loop.publish if self.loop.together else self.loop.fetch)
+        self.switch(True, self.loop.publish if self.loop.together else self.loop.fetch)
         self.at(self.now + self.loop.publish, "published")
 
     def on_published(self, _: int, __: int) -> None:
-        self.version, self.training = self.version + 1, False
-        if self.now - self.saved >= self.loop.checkpoint:
-            self.saved = self.now
+        self.version += 1
+        self.switch(False, 0.0)
         self.admit()
         self.step()
 
-    # ---- failures
-
-    def fail_later(self, index: int, mean: float) -> None:
-        if mean < float("inf"):
-            self.at(self.now + self.failures.expovariate(1 / mean), "failed" if index >= 0 else "trainer_failed", index)
-
-    def on_trainer_failed(self, index: int, _: int) -> None:
-        cost = self.loop.restart + min(self.loop.checkpoint, max(0.0, self.now - self.saved))
-        self.penalty, self.lost = self.penalty + cost, self.lost + cost
-        self.saved += cost  # what is done again is no progress since the checkpoint
-        self.fail_later(index, self.loop.trainer_mtbf)
-
     def on_failed(self, index: int, _: int) -> None:
-        """What a generator has begins again, elsewhere if others have less to do."""
+        """The trainer comes late; what a generator has begins again, elsewhere if others have less to do."""
+        if index == TRAINER:
+            self.penalty += self.loop.restart + self.loop.repeat
+            return
         generator = self.generators[index]
         self.advance(generator)
         again = [(row.number, row.length) for row in generator.rows] + list(generator.waiting)
         generator.rows, generator.waiting, generator.alarm = [], deque(), -1
         generator.frozen = self.now + self.loop.restart
         for _, completions in groupby(sorted(again), key=lambda pair: pair[0]):
-            self.place(list(completions), self.loop.start)
+            self.place(list(completions))
         self.loads[index] -= len(again)
-        self.fail_later(index, self.loop.generator_mtbf)
