@@ -1,10 +1,11 @@
 """The off-policy algorithms in a spec of kind `control`: their replay memories and hyperparameters."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
 
-from palestra.spec.model import Model, without_defaults
+from palestra.spec.model import Conflict, Model, without_defaults
 from palestra.spec.schedule import Rate, Schedule, constant
 
 
@@ -49,6 +50,31 @@ class DistributionalSpec(Model):
     """Number of quantiles."""
 
 
+class AtomsSpec(Model):
+    """C51 (Bellemare et al. 2017): predict probabilities of fixed returns in place of their mean."""
+
+    atoms: int = Field(ge=2)
+    """Number of returns, at equal distances (51 in the paper)."""
+    low: float
+    """The lowest of them; lower returns count as this one."""
+    high: float
+    """The highest of them; higher returns count as this one."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.low >= self.high:
+            yield Conflict(("low",), f"expected less than high = {self.high:g}, got {self.low:g}")
+
+
+def _form(value: Any) -> str:
+    return "atoms" if isinstance(value, AtomsSpec) or (isinstance(value, dict) and "atoms" in value) else "quantiles"
+
+
+# Told apart by a field that only one has, so that mistakes in it are refused with its own words.
+Distributional = Annotated[
+    Annotated[DistributionalSpec, Tag("quantiles")] | Annotated[AtomsSpec, Tag("atoms")], Discriminator(_form)
+]
+
+
 class OffPolicySpec(Model):
     """Shared fields of this family of algorithms."""
 
@@ -79,7 +105,7 @@ class OffPolicySpec(Model):
 
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_defaults(self, handler(self), "her", "sequence")
+        return without_defaults(self, handler(self), "her", "sequence", "noisy")
 
     def updates_at_once(self, num_envs: int) -> int:
         """Gradient steps every `update_every` vector steps."""
@@ -113,8 +139,10 @@ class DQNSpec(OffPolicySpec):
     """Dueling network (Wang et al. 2016)."""
     prioritized: PrioritizedSpec | None = None
     """Prioritized replay; null: uniform."""
-    distributional: DistributionalSpec | None = None
-    """Quantile regression; null: off."""
+    distributional: Distributional | None = None
+    """Learn the distribution of returns: quantiles (QR-DQN) or probabilities of atoms (C51); null: their mean."""
+    noisy: float | None = Field(default=None, gt=0)
+    """Noisy output layers (Fortunato et al. 2018): σ₀ of their initial noise, 0.5 in the paper; null: none."""
     sequence: SequenceSpec = SequenceSpec()
     """Sequences that net.recurrent learns from; `batch` counts their steps without the burn-in."""
     max_grad_norm: float | None = Field(default=10.0, gt=0)

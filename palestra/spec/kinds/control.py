@@ -349,7 +349,7 @@ class ControlSpec(ExperimentSpec):
         if algorithm.start < least:
             reason = f"expected at least num_envs × (length + burn_in) = {least}, a sequence of each environment"
             yield Conflict(("algorithm", "start"), f"{reason}; got {algorithm.start}")
-        for name, usual in (("n_step", 1), ("prioritized", None), ("her", None)):
+        for name, usual in (("n_step", 1), ("prioritized", None), ("her", None), ("noisy", None)):
             if getattr(algorithm, name, usual) != usual:
                 yield Conflict(("algorithm", name), f"expected {usual or 'null'}: net.recurrent does not support it")
 
