@@ -105,6 +105,15 @@ def projected(probs: Tensor, returns: Tensor, support: Tensor) -> Tensor:
     return (probs[:, None, :] * (1 - steps).clamp_min(0)).sum(dim=2)
 
 
+def truncated(quantiles: Tensor, drop: int) -> Tensor:
+    """Quantiles of all critics, (critics, B, N), as one sample a row without the highest `drop` for each critic.
+
+    (B, critics · (N - drop)), in ascending order (Kuznetsov et al. 2020, eq. 11).
+    """
+    critics, _, number = quantiles.shape
+    return quantiles.movedim(0, 1).flatten(1).sort(dim=1).values[:, : critics * (number - drop)]
+
+
 def atoms_loss(logits: Tensor, probs: Tensor) -> Tensor:
     """KL of the softmax of `logits` (B, N) from `probs` (B, N), (B,); its gradient is that of the cross-entropy."""
     return (torch.xlogy(probs, probs) - probs * logits.log_softmax(dim=1)).sum(dim=1).clamp_min(0)

@@ -81,7 +81,7 @@ class DQN(OffPolicy):
         """Gradient steps, updates of the target network, and new priorities."""
         spec = self.spec
         lr = value(progress=progress, **spec.lr.arguments())
-        paces = [pace(lr, spec.adam_eps, n) for n in range(self.updates + 1, self.updates + updates + 1)]
+        paces = [pace(lr, spec.adam_eps, n, self.rule) for n in range(self.updates + 1, self.updates + updates + 1)]
         rates = iter(torch.tensor(paces).to(self.device).split(self.together))
         noise = self.layer_noise(updates, 3)
         noises = repeat(None) if noise is None else iter(noise.split(self.together))
@@ -117,7 +117,7 @@ class DQN(OffPolicy):
         targets = self.targets(batch, others)
         gradient, (errors, metrics) = self.flat.gradient(lambda net: self.loss(net, batch, targets, learns))
         gradient, norm = clip_norm(gradient, self.spec.max_grad_norm)
-        self.trained.step(gradient, rate)
+        self.trained.step(gradient, rate, rule=self.rule)
         totals.add_(torch.cat([metrics, norm.reshape(1)]))
         return errors
 

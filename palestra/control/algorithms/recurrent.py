@@ -174,7 +174,7 @@ class RecurrentSAC(Sequences, SAC):
             error = 0.5 * (rows.weights * (q - targets).square()).mean(dim=1).sum()
             return error, torch.stack([error.detach(), q.detach().mean()])
 
-        seen = learned.critics.descend(loss, inputs.rates[0], self.spec.max_grad_norm)
+        seen = learned.critics.descend(loss, inputs.rates[0], self.spec.max_grad_norm, self.rule)
         learned.target.copy_(polyak(learned.target, learned.critics.vector, self.spec.tau))
         return seen
 

@@ -197,13 +197,20 @@ def renormalized(x: Tensor, running: Running, warmth: Tensor, momentum: float) -
 class TwinLayers(nn.Module):
     """The layers of both critics: one shared encoder of images or graph of the spec, and hidden layers for each."""
 
-    def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
+    def __init__(
+        self,
+        obs_shape: Sequence[int],
+        head: ActionHead,
+        spec: NetSpec,
+        obs_scale: nn.Module | None = None,
+        quantiles: int = 1,
+    ):
         super().__init__()
         self.encoder = Trunk(obs_shape, spec, hidden=[], obs_scale=obs_scale)
         self.continuous = head.continuous
         hidden = spec.hidden if spec.critic_hidden is None else spec.critic_hidden
         self.sizes = [self.encoder.size + (head.outputs if self.continuous else 0), *hidden]
-        outputs = 1 if self.continuous else head.outputs
+        outputs = quantiles if self.continuous else head.outputs
         self.activation = ACTIVATIONS[spec.activation]
         layers = [*pairwise(self.sizes), (self.sizes[-1], outputs)]
         gains = [math.sqrt(2)] * len(hidden) + [1.0] if spec.orthogonal else [None] * len(layers)
@@ -238,7 +245,7 @@ class TwinLayers(nn.Module):
 
 
 class Critics(TwinLayers):
-    """Q of observations and actions for a Box, (2, B); Q of every action for Discrete, (2, B, A)."""
+    """Q of observations and actions for a Box, (2, B), or its quantiles, (2, B, N); of all Discrete ones (2, B, A)."""
 
     def forward(self, obs: Tensor, actions: Tensor | None = None, twins: int = 2) -> Tensor:
         """Values of both, or of the first alone; `actions` are looked at where they are a Box's."""
