@@ -1,4 +1,4 @@
-"""Probe environments with continuous actions, and SAC, TD3 and CrossQ on them."""
+"""Probe environments with continuous actions, and SAC, TQC, TD3 and CrossQ on them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,9 @@ from probe_envs import learner_on, sync
 from torch import Tensor
 
 from palestra.control.algorithms.crossq import CrossQ
+from palestra.control.algorithms.tqc import TQC
 
-CONTINUOUS, DISCRETE = ("sac", "td3", "crossq"), ("sac", "crossq")
+CONTINUOUS, DISCRETE = ("sac", "tqc", "td3", "crossq"), ("sac", "crossq")
 NET = {"hidden": [32, 32], "activation": "relu"}
 
 
@@ -66,4 +67,5 @@ def q(algorithm: Any, obs: list[list[float]], actions: list[list[float]] | None 
     critics = algorithm.critics(algorithm.learned.critics.vector)
     given = (torch.tensor(obs), None if actions is None else torch.tensor(actions))
     with torch.no_grad():
-        return critics(*given, algorithm.learned.running)[0] if isinstance(algorithm, CrossQ) else critics(*given)
+        values = critics(*given, algorithm.learned.running)[0] if isinstance(algorithm, CrossQ) else critics(*given)
+    return values.mean(dim=2) if isinstance(algorithm, TQC) else values

@@ -1,13 +1,17 @@
 """Twin critics, batch renormalization and the vectors of actor-critics against plain torch."""
 
 import math
+from functools import partial
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from probe_envs import learner_on
+from torch import Tensor, nn
 
+from palestra.control.envs.make import make_vector
 from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import (
     EPS,
@@ -23,9 +27,24 @@ from palestra.control.nets.values import (
     renormalized,
     warmth_after,
 )
-from palestra.control.optim import FunctionalNet, Trained, copied, gradient, pace, products, restore
+from palestra.control.optim import (
+    Adam,
+    FunctionalNet,
+    Rule,
+    Trained,
+    adam_step,
+    copied,
+    gradient,
+    pace,
+    products,
+    restore,
+    rule_of,
+)
 from palestra.errors import UsageError
+from palestra.spec.kinds.control import EnvSpec
+from palestra.spec.load import load
 from palestra.spec.shape import NetSpec
+from palestra.spec.validate import SpecError
 
 BOX = ActionHead.of(gym.spaces.Box(-2, 2, (2,), np.float32))
 DISCRETE = ActionHead.of(gym.spaces.Discrete(3))
@@ -142,19 +161,76 @@ def test_renorm_critics_learn_and_act_modes_differ_and_only_learning_moves_stati
     assert all(not torch.equal(x.mean, y.mean) for x, y in zip(moved, statistics, strict=True))
 
 
-def test_trained_steps_equal_torch_adam():
+RULES: dict[str, tuple[Rule, Any]] = {
+    "adam": (Rule(), torch.optim.Adam),
+    "small_beta1": (Rule(0.5), partial(torch.optim.Adam, betas=(0.5, 0.999))),
+    "no_beta1": (Rule(0.0), partial(torch.optim.Adam, betas=(0.0, 0.999))),
+    "adamw": (Rule(decay=0.3), partial(torch.optim.AdamW, weight_decay=0.3)),
+    "rmsprop": (Rule(0.0, 0.99, corrected=False), torch.optim.RMSprop),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_updates_in_place_and_as_a_function_equal_torch(name):
+    rule, optimizer = RULES[name]
     begun, target = torch.linspace(-1, 1, 5), torch.tensor([3.0, 1.0, -2.0, 0.0, 1.0])
-    for beta1 in (0.9, 0.5, 0.0):
-        theirs = nn.Parameter(begun.clone())
-        adam = torch.optim.Adam([theirs], lr=0.05, betas=(beta1, 0.999), eps=1e-3)
-        ours = Trained.of(begun.clone())
-        for count in range(1, 30):
-            adam.zero_grad()
-            (theirs - target).square().sum().backward()
-            adam.step()
-            slope, _ = gradient(lambda v: ((v - target).square().sum(), None), ours.vector)
-            ours.step(slope, pace(0.05, 1e-3, count, beta1), None, beta1)
-        torch.testing.assert_close(ours.vector, theirs.data, rtol=1e-5, atol=1e-6)
+    theirs = nn.Parameter(begun.clone())
+    torchs = optimizer([theirs], lr=0.05, eps=1e-3)
+    ours, vector, adam = Trained.of(begun.clone()), begun.clone(), Adam.zeros(begun, rule)
+    for count in range(1, 30):
+        torchs.zero_grad()
+        (theirs - target).square().sum().backward()
+        torchs.step()
+        slope = lambda v: gradient(lambda v: ((v - target).square().sum(), None), v)[0]  # noqa: E731
+        ours.step(slope(ours.vector), torch.tensor(pace(0.05, 1e-3, count, rule)), None, rule)
+        vector, adam = adam_step(vector, slope(vector), adam, torch.tensor(0.05), 1e-3, rule)
+    torch.testing.assert_close(ours.vector, theirs.data, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(vector, theirs.data, rtol=1e-5, atol=1e-6)
+
+
+def test_spec_names_the_rule_and_weight_decay_is_of_adamw_alone():
+    base = {"kind": "control", "name": "x", "env": {"id": "CartPole-v1"}, "train": {"frames": 1000}}
+
+    def algorithm(**fields: Any) -> Any:
+        return load({**base, "algorithm": fields}).spec.algorithm
+
+    assert rule_of(algorithm(name="ppo")) == Rule()
+    assert rule_of(algorithm(name="crossq")) == Rule(0.5)
+    assert rule_of(algorithm(name="sac", optimizer="adamw", weight_decay=0.1)) == Rule(decay=0.1)
+    assert rule_of(algorithm(name="a2c", optimizer="rmsprop")) == Rule(0.0, 0.99, corrected=False)
+    assert "optimizer" not in algorithm(name="dqn").model_dump()  # specs from before it keep their hash
+    with pytest.raises(SpecError, match="expected nothing, because `optimizer: adam` has none"):
+        algorithm(name="dqn", weight_decay=0.1)
+
+
+@pytest.mark.parametrize("name", ["dqn", "sac", "td3", "ppo", "a2c"])
+def test_optimizer_of_the_spec_is_the_one_that_moves_weights(name):
+    def after(**fields: Any) -> Tensor:
+        small = {"start": 16, "batch": 8, "buffer": 100, "horizon": 16} if name in ("dqn", "sac", "td3") else {}
+        small |= {"horizon": 16, "minibatch": 16} if name == "ppo" else {}
+        env = make_vector(EnvSpec(id="Pendulum-v1" if name == "td3" else "CartPole-v1", num_envs=2), 2)
+        learner = learner_on(env, name, net={"hidden": [8]}, **small, **fields)
+        learner.step(0.0)
+        assert learner.updates > 0
+        return torch.cat([p.detach().flatten() for p in learner.net.parameters()])
+
+    plain = after()
+    for fields in ({"optimizer": "adamw", "weight_decay": 0.5}, {"optimizer": "rmsprop"}):
+        assert not torch.equal(plain, after(**fields))
+    assert torch.equal(plain, after(optimizer="adamw", weight_decay=0.0))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", ["ppo", "a2c"])
+def test_critic_lr_moves_the_layers_of_the_value_alone(name, shared):
+    env = make_vector(EnvSpec(id="CartPole-v1", num_envs=2), 2)
+    small = {"horizon": 16, "minibatch": 16} if name == "ppo" else {}
+    learner = learner_on(env, name, net={"hidden": [8], "shared": shared}, lr=0.0, critic_lr=1e-3, **small)
+    before = {key: p.detach().clone() for key, p in learner.net.named_parameters()}
+    learner.step(0.0)
+    moved = {key for key, p in learner.net.named_parameters() if not torch.equal(p, before[key])}
+    assert moved == {key for key in before if key.startswith("value_")}
+    assert any(key.startswith("value_trunk") for key in moved) != shared
 
 
 def test_shaped_network_of_a_vector_equals_the_network_and_differentiates():

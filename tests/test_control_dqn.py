@@ -35,8 +35,11 @@ VARIANTS = {
     "prioritized": {"prioritized": {"alpha": 0.6}},
     "quantiles": {"distributional": {"quantiles": 8}},
     "softmax": {"temperature": {"shape": "linear", "start": 1.0, "end": 0.1}},
+    "atoms": {"distributional": {"atoms": 21, "low": -2, "high": 2}},
+    "noisy": {"noisy": 0.5, "epsilon": 0.0},
     "everything": {"dueling": True, "n_step": 2, "prioritized": {"alpha": 0.5}, "distributional": {"quantiles": 4}},
 }
+VARIANTS["rainbow"] = VARIANTS["everything"] | VARIANTS["atoms"] | VARIANTS["noisy"]
 EITHER = [("dqn", QUICK), ("sarsa", {"lr": 1e-2, "horizon": 8})]
 
 
@@ -92,7 +95,7 @@ def test_targets_nothing_flows_into_the_target_network():
     assert not algorithm.targets(batch).requires_grad
     assert not any(p.requires_grad for p in algorithm.target.net.parameters())
     before = algorithm.target.vector.clone()
-    algorithm.update_once(batch, torch.tensor([1e-2, 1e-8]), torch.zeros(4))
+    algorithm.update_once(batch, torch.tensor([1e-2, 1e-8]), torch.zeros(4), None)
     assert torch.equal(algorithm.target.vector, before)
 
 
@@ -310,7 +313,7 @@ def test_probe_values_of_constant_shown_and_delayed_rewards(name, mode):
     assert np.array(q(delayed, 0.0, 1.0)).mean(axis=1) == pytest.approx([0.9, 1.0], abs=0.1)
 
 
-@pytest.mark.parametrize("variant", fast_only(VARIANTS, "vanilla", "everything"))
+@pytest.mark.parametrize("variant", fast_only(VARIANTS, "vanilla", "everything", "rainbow"))
 def test_probe_every_variant_learns_the_action_that_what_is_shown_asks_for(variant):
     make = lambda: OneStep(lambda shown, action: 1.0 if (shown > 0) == (action == 1) else -1.0)  # noqa: E731
     algorithm = trained(dqn(sync(make, 4), **VARIANTS[variant]), 8)
@@ -434,9 +437,10 @@ class SavedSync(SyncVectorEnv):
 @pytest.mark.parametrize(
     ("name", "mode"),
     fast_only(
-        product(["double", "copied", "everything", "softmax", "sarsa"], AutoresetMode),
+        product(["double", "copied", "everything", "rainbow", "softmax", "sarsa"], AutoresetMode),
         ("copied", AutoresetMode.NEXT_STEP),
         ("everything", AutoresetMode.SAME_STEP),
+        ("rainbow", AutoresetMode.NEXT_STEP),
         ("softmax", AutoresetMode.DISABLED),
         *(("sarsa", mode) for mode in AutoresetMode),
     ),
@@ -488,7 +492,7 @@ def test_load_state_environments_that_begin_anew_cut_transitions_and_returns(nam
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="compiling needs a C++ compiler")
-@pytest.mark.parametrize("variant", ["copied", "everything"])
+@pytest.mark.parametrize("variant", ["copied", "everything", "rainbow"])
 def test_compiled_updates_equal_eager_ones_and_see_the_rate_move(variant: str):
     given = VARIANTS[variant] | {"lr": {"shape": "linear", "start": 5e-3, "end": 0.0}, "update_every": 8}
     env = partial(sync, lambda: OneStep(lambda shown, action: shown * (2 * action - 1)), 2)

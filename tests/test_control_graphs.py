@@ -21,6 +21,8 @@ CASES = {
     "td3_pendulum": OFF,
     "crossq_pendulum": OFF,
     "ddqn_per_cartpole": OFF,
+    "rainbow_cartpole": OFF,
+    "tqc_pendulum": OFF,
 }
 """Specs, short."""
 

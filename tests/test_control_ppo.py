@@ -42,7 +42,7 @@ def in_float64(ppo: PPO, batch: RolloutBatch, rates: Rates) -> tuple[RolloutBatc
     """Makes the learner's network compute in double precision; gives the batch and the rates for it."""
     ppo.flat = FlatNet(ppo.policy.net.double())
     wide = RolloutBatch(*(x if x is None or not x.is_floating_point() else x.double() for x in batch))
-    return wide, Rates(*(rate.double() for rate in rates))
+    return wide, Rates(*(None if rate is None else rate.double() for rate in rates))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -258,7 +258,7 @@ def test_gradient_of_the_whole_loss_equals_finite_differences():
     ppo.net.double()
     parameters = list(ppo.net.parameters())
     wide = type(batch)(*(x if x is None or not x.is_floating_point() else x.double() for x in batch))
-    rates = Rates(*(rate.double() for rate in RATES))
+    rates = Rates(*(None if rate is None else rate.double() for rate in RATES))
     loss, _ = ppo.loss(ppo.net, wide, rates)
     gradients = torch.autograd.grad(loss, parameters)
     generator = torch.Generator().manual_seed(0)

@@ -189,7 +189,7 @@ def test_spec_that_sequences_cannot_learn_from_is_refused(given, says):
         made(**given)
 
 
-@pytest.mark.parametrize("name", ["td3", "crossq", "sarsa", "reinforce"])
+@pytest.mark.parametrize("name", ["td3", "tqc", "crossq", "sarsa", "reinforce"])
 def test_algorithm_without_recurrence_is_refused_with_those_that_have_it(name):
     with pytest.raises(ValidationError, match="does not support it: use ppo, a2c, dqn or sac"):
         learner_on(sync(Scripted, 2), name, net={"recurrent": {}})

@@ -18,7 +18,7 @@ from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.load import load
 
 BASE = {key: value for key, value in SHORT.items() if key != "every"}
-CONTINUOUS = ("td3", "td3_bc")
+CONTINUOUS = ("tqc", "td3", "td3_bc")
 OFFLINE = ("bc", "td3_bc", "iql")
 
 
@@ -44,7 +44,7 @@ def transitions(folder: Path, continuous: bool) -> Path:
 def test_dev_any_algorithm_passes_and_says_what_was_checked(name, tmp_path):
     lines: list[str] = []
     few: dict[str, dict[str, object]] = {"ppo": {"horizon": 32, "minibatch": 32}, "reinforce": {"horizon": 32}}
-    few |= {name: {"replay_ratio": 0.25, "update_every": 2} for name in ("sac", "td3", "crossq")}
+    few |= {name: {"replay_ratio": 0.25, "update_every": 2} for name in ("sac", "tqc", "td3", "crossq")}
     few |= {name: {"data": str(transitions(tmp_path, name in CONTINUOUS))} for name in OFFLINE}
     learner = check_learning(spec_of(name, **few.get(name, {})), tell=lines.append)
     assert learner.steps == sanity.STEPS

@@ -153,12 +153,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "a2c": {"horizon": 12},
     "reinforce": {"horizon": 12},
     "sarsa": {"horizon": 12},
-    **{name: {"horizon": 12, "start": 12, "batch": 8, "buffer": 64} for name in ("dqn", "sac", "td3", "crossq")},
+    **{name: {"horizon": 12, "start": 12, "batch": 8, "buffer": 64} for name in ("dqn", "sac", "tqc", "td3", "crossq")},
 }
 EVERY = [*product(SMALL, OBSERVATIONS, ["discrete", "box"]), *product(SMALL, ["vector"], ACTIONS)]
 # Every sort of space once, each with another algorithm.
-FEW = [(list(SMALL)[i % 8], obs, ["discrete", "box"][i % 2]) for i, obs in enumerate([*OBSERVATIONS, "mixed"])]
-FEW += [(name, "vector", actions) for i, actions in enumerate(ACTIONS) for name in (list(SMALL)[i % 8], "ppo")]
+FEW = [(list(SMALL)[i % len(SMALL)], obs, ["discrete", "box"][i % 2]) for i, obs in enumerate([*OBSERVATIONS, "mixed"])]
+FEW += [(name, "vector", actions) for i, actions in enumerate(ACTIONS) for name in (list(SMALL)[i % len(SMALL)], "ppo")]
 FEW += [("dqn", "mixed", "discrete"), ("sac", "mixed", "box")]
 
 

@@ -20,6 +20,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"horizon": 16, "minibatch": 16, "epochs": 1, "lr": {"shape": "cosine", "start": 1e-3}},
     "dqn": {"buffer": 1000, "start": 32, "horizon": 16, "batch": 16},
     "sac": {"buffer": 1000, "start": 32, "horizon": 16, "batch": 16},
+    "tqc": {"buffer": 1000, "start": 32, "horizon": 16, "batch": 16},
     "td3": {"buffer": 1000, "start": 32, "horizon": 16, "batch": 16},
     "crossq": {"buffer": 1000, "start": 32, "horizon": 16, "batch": 16},
 }

@@ -117,8 +117,8 @@ def test_validate_unknown_key_anywhere_is_named(path, key):
         (
             "algorithm.name",
             "ppa",
-            "expected one of 'reinforce', 'sarsa', 'a2c', 'ppo', 'dqn', 'sac', 'td3', 'crossq', 'bc', 'td3_bc', 'iql', "
-            "got 'ppa'",
+            "expected one of 'reinforce', 'sarsa', 'a2c', 'ppo', 'dqn', 'sac', 'tqc', 'td3', 'crossq', 'bc', 'td3_bc', "
+            "'iql', got 'ppa'",
         ),
         ("algorithm.gamma", None, "expected a number of at least 0 and at most 1, got null"),
         ("algorithm.gamma", float("nan"), "expected a number of at least 0 and at most 1, got nan"),

@@ -1,4 +1,4 @@
-"""Updates: Adam on one flat parameter vector, functional networks, schedules, compilation, matmul precision.
+"""Updates: Adam and its kin on one flat parameter vector, functional networks, compilation, matmul precision.
 
 There are two forms of Adam. `adam_step` is a pure function, for the small networks of the on-policy algorithms.
 `Trained.step` works in place, for vectors of 10⁵ numbers: it does not allocate them again, and its bias corrections
@@ -20,7 +20,26 @@ from palestra.rl.schedules import value
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.schedule import Schedule
 
-BETA1, BETA2 = 0.9, 0.999
+
+class Rule(NamedTuple):
+    """What tells Adam (Kingma & Ba 2015), AdamW (Loshchilov & Hutter 2019) and RMSprop apart, constant in a run."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    corrected: bool = True
+    """Whether the moments, which begin at 0, are scaled up in the first updates."""
+    decay: float = 0.0
+    """Times the learning rate it is the share of each parameter that an update takes away."""
+
+
+ADAM = Rule()
+
+
+def rule_of(spec: Any) -> Rule:
+    """The rule of an algorithm's spec. RMSprop is Adam without a mean and without corrections, as in torch."""
+    if spec.optimizer == "rmsprop":
+        return Rule(0.0, 0.99, corrected=False)
+    return Rule(getattr(spec, "beta1", ADAM.beta1), decay=spec.weight_decay if spec.optimizer == "adamw" else 0.0)
 
 
 class Adam(NamedTuple):
@@ -35,25 +54,34 @@ class Adam(NamedTuple):
     again for every parameter."""
 
     @classmethod
-    def zeros(cls, parameters: Tensor) -> "Adam":
+    def zeros(cls, parameters: Tensor, rule: Rule = ADAM) -> "Adam":
         """The state before the first update."""
-        count = parameters.new_zeros((), dtype=torch.float64)
-        return cls(torch.zeros_like(parameters), torch.zeros_like(parameters), count, _left(count, parameters.dtype))
+        count, zeros = parameters.new_zeros((), dtype=torch.float64), torch.zeros_like(parameters)
+        return cls(zeros, zeros.clone(), count, _left(count, parameters.dtype, rule))
 
 
-def adam_step(parameters: Tensor, gradient: Tensor, adam: Adam, lr: Tensor, eps: float) -> tuple[Tensor, Adam]:
-    """One update: new parameters and new state. `eps` is added to the corrected root, as in the paper."""
-    mean = torch.lerp(adam.mean, gradient, 1 - BETA1)
-    square = torch.lerp(adam.square, gradient * gradient, 1 - BETA2)
+def adam_step(
+    parameters: Tensor, gradient: Tensor, adam: Adam, lr: Tensor, eps: float, rule: Rule = ADAM
+) -> tuple[Tensor, Adam]:
+    """One update: new parameters and new state. `eps` is added to the corrected root, as in the paper.
+
+    `lr` is one for all parameters, or of each its own.
+    """
+    mean = torch.lerp(adam.mean, gradient, 1 - rule.beta1)
+    square = torch.lerp(adam.square, gradient * gradient, 1 - rule.beta2)
     first, second = adam.left.unbind()
     root = (square / second).sqrt_().add_(eps)
     count = adam.count + 1
-    return parameters - (lr / first) * mean / root, Adam(mean, square, count, _left(count, parameters.dtype))
+    if rule.decay:
+        parameters = parameters * (1 - lr * rule.decay)
+    return parameters - (lr / first) * mean / root, Adam(mean, square, count, _left(count, parameters.dtype, rule))
 
 
-def _left(count: Tensor, dtype: torch.dtype) -> Tensor:
+def _left(count: Tensor, dtype: torch.dtype, rule: Rule) -> Tensor:
+    if not rule.corrected:
+        return torch.ones(2, dtype=dtype, device=count.device)
     # From the count in double precision: 1 - 0.999 has lost five digits in single.
-    return torch.stack([1 - BETA1 ** (count + 1), 1 - BETA2 ** (count + 1)]).to(dtype)
+    return torch.stack([1 - rule.beta1 ** (count + 1), 1 - rule.beta2 ** (count + 1)]).to(dtype)
 
 
 def clip_norm(gradient: Tensor, most: float | None) -> tuple[Tensor, Tensor]:
@@ -65,7 +93,7 @@ def clip_norm(gradient: Tensor, most: float | None) -> tuple[Tensor, Tensor]:
 
 
 class Trained(NamedTuple):
-    """Parameters and both moments of Adam (Kingma & Ba 2015), changed in place."""
+    """Parameters and both moments of Adam, changed in place."""
 
     vector: Tensor
     mean: Tensor
@@ -76,30 +104,31 @@ class Trained(NamedTuple):
         """The state before the first update."""
         return cls(vector, torch.zeros_like(vector), torch.zeros_like(vector))
 
-    def step(self, gradient: Tensor, pace: Tensor, most: float | None = None, beta1: float = BETA1) -> None:
+    def step(self, gradient: Tensor, pace: Tensor, most: float | None = None, rule: Rule = ADAM) -> None:
         """One gradient step at this `pace`, the gradient's norm clipped to `most`."""
         if most is not None:
             gradient, _ = clip_norm(gradient, most)
-        mean = torch.lerp(self.mean, gradient, 1 - beta1)
-        square = torch.lerp(self.square, gradient * gradient, 1 - BETA2)
-        self.vector.copy_(self.vector - pace[0] * mean / (square.sqrt() + pace[1]))
+        mean = torch.lerp(self.mean, gradient, 1 - rule.beta1)
+        square = torch.lerp(self.square, gradient * gradient, 1 - rule.beta2)
+        vector = self.vector * (1 - pace[2]) if rule.decay else self.vector
+        self.vector.copy_(vector - pace[0] * mean / (square.sqrt() + pace[1]))
         self.mean.copy_(mean)
         self.square.copy_(square)
 
-    def descend(self, loss: Callable, pace: Tensor, most: float | None, beta1: float = BETA1) -> Any:
+    def descend(self, loss: Callable, pace: Tensor, most: float | None, rule: Rule = ADAM) -> Any:
         """One gradient step on `loss(vector)[0]`; returns `loss(vector)[1]`."""
         slope, extra = gradient(loss, self.vector)
-        self.step(slope, pace, most, beta1)
+        self.step(slope, pace, most, rule)
         return extra
 
 
-def pace(lr: float, eps: float, count: int, beta1: float = BETA1) -> list[float]:
-    """Step size and ε of the `count`-th update (from 1), both with the corrections of the moments in them.
+def pace(lr: float, eps: float, count: int, rule: Rule = ADAM) -> list[float]:
+    """Step size and ε of the `count`-th update (from 1), with the corrections of the moments in them, and the decay.
 
     lr · m/(1-β₁ᵗ) / (√(v/(1-β₂ᵗ)) + ε) = [lr · √(1-β₂ᵗ)/(1-β₁ᵗ)] · m / (√v + [ε · √(1-β₂ᵗ)])
     """
-    root = math.sqrt(1 - BETA2**count)
-    return [lr * root / (1 - beta1**count), eps * root]
+    root, first = (math.sqrt(1 - rule.beta2**count), 1 - rule.beta1**count) if rule.corrected else (1.0, 1.0)
+    return [lr * root / first, eps * root, lr * rule.decay]
 
 
 class FunctionalNet:

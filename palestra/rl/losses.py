@@ -93,6 +93,32 @@ def quantile_loss(values: Tensor, targets: Tensor) -> Tensor:
     return ((levels[:, None] - (over.detach() < 0).to(values.dtype)).abs() * huber).mean(dim=2).sum(dim=1)
 
 
+def projected(probs: Tensor, returns: Tensor, support: Tensor) -> Tensor:
+    """A distribution with `probs` at `returns`, both (B, M), on the atoms `support`, (N,): probabilities, (B, N).
+
+    A return between two atoms is shared by them, the nearer gets more; outside of them it counts as the outermost
+    (Bellemare et al. 2017, eq. 7). By distances to all atoms: sums in a fixed order, where scattering has none.
+    """
+    low, high = support[0], support[-1]
+    inside = torch.minimum(torch.maximum(returns, low), high)
+    steps = (inside[:, None, :] - support[:, None]).abs() * ((len(support) - 1) / (high - low))  # (B, N, M)
+    return (probs[:, None, :] * (1 - steps).clamp_min(0)).sum(dim=2)
+
+
+def truncated(quantiles: Tensor, drop: int) -> Tensor:
+    """Quantiles of all critics, (critics, B, N), as one sample a row without the highest `drop` for each critic.
+
+    (B, critics · (N - drop)), in ascending order (Kuznetsov et al. 2020, eq. 11).
+    """
+    critics, _, number = quantiles.shape
+    return quantiles.movedim(0, 1).flatten(1).sort(dim=1).values[:, : critics * (number - drop)]
+
+
+def atoms_loss(logits: Tensor, probs: Tensor) -> Tensor:
+    """KL of the softmax of `logits` (B, N) from `probs` (B, N), (B,); its gradient is that of the cross-entropy."""
+    return (torch.xlogy(probs, probs) - probs * logits.log_softmax(dim=1)).sum(dim=1).clamp_min(0)
+
+
 DISCRETE_TARGET = 0.6  # of log |A|; near 1 (0.98 in Christodoulou 2019) α grows without bound
 
 

@@ -1,10 +1,12 @@
 """The off-policy algorithms in a spec of kind `control`: their replay memories and hyperparameters."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
 
-from palestra.spec.model import Model, without_defaults
+from palestra.spec.model import Conflict, Model, without_defaults
+from palestra.spec.optimizer import OptimizerSpec
 from palestra.spec.schedule import Rate, Schedule, constant
 
 
@@ -49,13 +51,38 @@ class DistributionalSpec(Model):
     """Number of quantiles."""
 
 
-class OffPolicySpec(Model):
+class AtomsSpec(Model):
+    """C51 (Bellemare et al. 2017): predict probabilities of fixed returns in place of their mean."""
+
+    atoms: int = Field(ge=2)
+    """Number of returns, at equal distances (51 in the paper)."""
+    low: float
+    """The lowest of them; lower returns count as this one."""
+    high: float
+    """The highest of them; higher returns count as this one."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.low >= self.high:
+            yield Conflict(("low",), f"expected less than high = {self.high:g}, got {self.low:g}")
+
+
+def _form(value: Any) -> str:
+    return "atoms" if isinstance(value, AtomsSpec) or (isinstance(value, dict) and "atoms" in value) else "quantiles"
+
+
+# Told apart by a field that only one has, so that mistakes in it are refused with its own words.
+Distributional = Annotated[
+    Annotated[DistributionalSpec, Tag("quantiles")] | Annotated[AtomsSpec, Tag("atoms")], Discriminator(_form)
+]
+
+
+class OffPolicySpec(OptimizerSpec):
     """Shared fields of this family of algorithms."""
 
     gamma: float = Field(default=0.99, ge=0, le=1)
     """Discount factor γ."""
     lr: Rate = constant(3e-4)
-    """Learning rate (Adam)."""
+    """Learning rate."""
     batch: int = Field(default=256, ge=1)
     """Batch size."""
     buffer: int = Field(default=1_000_000, ge=1)
@@ -74,12 +101,10 @@ class OffPolicySpec(Model):
     """Hindsight experience replay; null: off."""
     max_grad_norm: float | None = Field(default=None, gt=0)
     """Gradient norm clipping; null: none."""
-    adam_eps: float = Field(default=1e-8, gt=0)
-    """Adam's ε."""
 
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_defaults(self, handler(self), "her", "sequence")
+        return without_defaults(self, handler(self), "her", "sequence", "noisy", "optimizer", "weight_decay")
 
     def updates_at_once(self, num_envs: int) -> int:
         """Gradient steps every `update_every` vector steps."""
@@ -96,7 +121,7 @@ class DQNSpec(OffPolicySpec):
     name: Literal["dqn"]
     """Name of the algorithm."""
     lr: Rate = constant(1e-3)
-    """Learning rate (Adam)."""
+    """Learning rate."""
     batch: int = Field(default=128, ge=1)
     """Batch size."""
     epsilon: Rate = Schedule(shape="linear", start=1.0, end=0.05, finish=0.2)
@@ -113,8 +138,10 @@ class DQNSpec(OffPolicySpec):
     """Dueling network (Wang et al. 2016)."""
     prioritized: PrioritizedSpec | None = None
     """Prioritized replay; null: uniform."""
-    distributional: DistributionalSpec | None = None
-    """Quantile regression; null: off."""
+    distributional: Distributional | None = None
+    """Learn the distribution of returns: quantiles (QR-DQN) or probabilities of atoms (C51); null: their mean."""
+    noisy: float | None = Field(default=None, gt=0)
+    """Noisy output layers (Fortunato et al. 2018): σ₀ of their initial noise, 0.5 in the paper; null: none."""
     sequence: SequenceSpec = SequenceSpec()
     """Sequences that net.recurrent learns from; `batch` counts their steps without the burn-in."""
     max_grad_norm: float | None = Field(default=10.0, gt=0)
@@ -122,7 +149,7 @@ class DQNSpec(OffPolicySpec):
 
 
 class ActorCriticSpec(OffPolicySpec):
-    """Shared fields of SAC, TD3 and CrossQ."""
+    """Shared fields of SAC, TQC, TD3 and CrossQ."""
 
     critic_lr: Rate | None = None
     """Learning rate of the critics; null: `lr`."""
@@ -131,7 +158,7 @@ class ActorCriticSpec(OffPolicySpec):
 
 
 class EntropySpec(Model):
-    """Shared fields of SAC and CrossQ."""
+    """Shared fields of SAC, TQC and CrossQ."""
 
     alpha: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Entropy coefficient; auto tunes it towards `target_entropy`."""
@@ -150,6 +177,24 @@ class SACSpec(EntropySpec, ActorCriticSpec):
     """Soft update rate τ of the target critics per gradient step."""
     sequence: SequenceSpec = SequenceSpec()
     """Sequences that net.recurrent learns from; `batch` counts their steps without the burn-in."""
+
+
+class TQCSpec(EntropySpec, ActorCriticSpec):
+    """Truncated quantile critics (Kuznetsov et al. 2020): SAC whose critics predict quantiles of the return."""
+
+    name: Literal["tqc"]
+    """Name of the algorithm."""
+    tau: float = Field(default=0.005, gt=0, le=1)
+    """Soft update rate τ of the target critics per gradient step."""
+    quantiles: int = Field(default=25, ge=2)
+    """Number of quantiles of each of the two critics."""
+    drop: int = Field(default=2, ge=0)
+    """Highest quantiles left out of targets for each critic: more against overestimation."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.drop >= self.quantiles:
+            yield Conflict(("drop",), f"expected less than quantiles = {self.quantiles}, got {self.drop}")
 
 
 class TD3Spec(ActorCriticSpec):
@@ -175,7 +220,7 @@ class CrossQSpec(EntropySpec, ActorCriticSpec):
     name: Literal["crossq"]
     """Name of the algorithm."""
     lr: Rate = constant(1e-3)
-    """Learning rate (Adam)."""
+    """Learning rate."""
     policy_delay: int = Field(default=3, ge=1)
     """Critic updates per policy update."""
     beta1: float = Field(default=0.5, ge=0, lt=1)

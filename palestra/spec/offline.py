@@ -4,11 +4,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from palestra.spec.model import Model
+from palestra.spec.optimizer import OptimizerSpec
 from palestra.spec.schedule import Rate, constant
 
 
-class OfflineSpec(Model):
+class OfflineSpec(OptimizerSpec):
     """Shared fields of this family of algorithms."""
 
     data: str = Field(min_length=1)
@@ -16,15 +16,13 @@ class OfflineSpec(Model):
     gamma: float = Field(default=0.99, ge=0, le=1)
     """Discount factor γ."""
     lr: Rate = constant(3e-4)
-    """Learning rate (Adam)."""
+    """Learning rate."""
     batch: int = Field(default=256, ge=1)
     """Batch size."""
     horizon: int = Field(default=500, ge=1)
     """Gradient steps per training step; each counts as a frame of `train.frames`."""
     max_grad_norm: float | None = Field(default=None, gt=0)
     """Gradient norm clipping; null: none."""
-    adam_eps: float = Field(default=1e-8, gt=0)
-    """Adam's ε."""
 
     def updates_per_step(self, num_envs: int) -> int:
         """Gradient steps per training step."""

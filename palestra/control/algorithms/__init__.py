@@ -11,6 +11,7 @@ from palestra.control.algorithms.reinforce import Reinforce
 from palestra.control.algorithms.sac import SAC
 from palestra.control.algorithms.sarsa import SARSA
 from palestra.control.algorithms.td3 import TD3
+from palestra.control.algorithms.tqc import TQC
 from palestra.control.nets.heads import ActionHead
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import ControlSpec
@@ -22,6 +23,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "ppo": PPO,
     "reinforce": Reinforce,
     "sac": SAC,
+    "tqc": TQC,
     "td3": TD3,
     "crossq": CrossQ,
     "bc": BC,

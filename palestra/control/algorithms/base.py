@@ -17,7 +17,7 @@ from palestra.control.graphs import Graphed
 from palestra.control.nets.actor_critic import Actor, Recurrent
 from palestra.control.nets.agents import SeparateAgents
 from palestra.control.nets.heads import ActionHead
-from palestra.control.optim import compiled
+from palestra.control.optim import compiled, rule_of
 from palestra.control.policy import Policy
 from palestra.control.scaling import ObsScale, Rewards, obs_scale
 from palestra.control.spaces import ObsShape, observation_shape
@@ -91,6 +91,7 @@ class Algorithm(ABC):
 
     def __init__(self, parts: AlgorithmParts):
         self.spec, self.generator, self.device = parts.spec.algorithm, parts.generator, parts.device
+        self.rule = rule_of(self.spec)
         self.span: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
         """Timings, where they are recorded: `with self.span("learn"):`."""
         self.net = self.actor(parts.spec, parts.obs_shape, parts.head)

@@ -61,7 +61,7 @@ class CrossQ(SAC):
             error, seen = critic_loss(self.chosen(q, batch), batch, self.value(following, logprobs, alpha))
             return error, (seen, running)
 
-        seen, running = learned.critics.descend(loss, inputs.rates[0], self.spec.max_grad_norm, self.beta1)
+        seen, running = learned.critics.descend(loss, inputs.rates[0], self.spec.max_grad_norm, self.rule)
         for before, after in zip(learned.running, running, strict=True):
             before.mean.copy_(after.mean)
             before.var.copy_(after.var)

@@ -1,13 +1,16 @@
-"""Deep Q-learning (Mnih et al. 2015) with its extensions: double, dueling, n-step, prioritized replay, quantiles.
+"""Deep Q-learning (Mnih et al. 2015) with its extensions: the parts of Rainbow, each a field.
 
 What it stores: transitions in a replay memory; prioritized, those with large TD errors are sampled more often.
-How it acts: ε-greedily, independently in each environment, or by a softmax of the values; at random until `start`.
+How it acts: ε-greedily, independently in each environment, or by a softmax of the values, which may come from noisy
+layers; at random until `start`.
 How it learns: Q(s, a) towards r + γ^k · Q_target(s', a'), where a' is the best action of the target network or, double,
-of the learning one. The loss is Huber's with δ = 1: beyond an error of 1 its gradient grows no more.
+of the learning one. The loss is Huber's with δ = 1: beyond an error of 1 its gradient grows no more. Of a distribution
+of returns it learns quantiles, or probabilities of fixed atoms towards the target's, projected on them.
 """
 
 import math
 from collections.abc import Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import Exploration, ExplorationNoise, QNet, forbid
 from palestra.control.optim import FlatNet, Trained, clip_norm, copied, pace, restore, together
 from palestra.control.scaling import obs_scale
-from palestra.rl.losses import quantile_loss
+from palestra.rl.losses import atoms_loss, projected, quantile_loss
 from palestra.rl.schedules import value
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.off_policy import DQNSpec
@@ -32,6 +35,7 @@ class DQN(OffPolicy):
     """The learner."""
 
     supports = ("discrete",)
+    network = QNet
     metrics = ("loss", "q", "td_error", "grad_norm")
     net: QNet
     spec: DQNSpec
@@ -53,25 +57,34 @@ class DQN(OffPolicy):
         self._update = parts.compiled(self.update)
 
     @classmethod
-    def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> QNet:
+    def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> Any:
         assert isinstance(spec.algorithm, DQNSpec)
-        quantiles = 1 if spec.algorithm.distributional is None else spec.algorithm.distributional.quantiles
-        scale = obs_scale(spec.env, obs_shape)
-        return QNet(obs_shape, head, spec.net, scale, dueling=spec.algorithm.dueling, quantiles=quantiles)
+        return cls.network(obs_shape, head, spec.net, obs_scale(spec.env, obs_shape), spec.algorithm)
+
+    def layer_noise(self, *shape: int) -> Tensor | None:
+        """Noise of the noisy layers, (*shape, ...): sign(x) √|x| of normal x; None where there are none."""
+        if not self.net.noise_sizes:
+            return None
+        normal = torch.randn(*shape, sum(self.net.noise_sizes), generator=self.generator)
+        return (normal.sign() * normal.abs().sqrt()).to(self.device)
 
     def explore(self, horizon: int) -> ExplorationNoise:
-        return self.exploration.noise(horizon, self.episodes.num_envs)
+        layers = self.layer_noise(horizon, self.episodes.num_envs)
+        return self.exploration.noise(horizon, self.episodes.num_envs)._replace(layers=layers)
 
     def act(self, obs: Tensor, noise: ExplorationNoise, t: int, progress: float) -> Tensor:
-        return self.exploration.chosen(lambda: self.net.q(obs), noise, t, progress, self.episodes.mask)
+        layers = None if noise.layers is None else noise.layers[t]
+        return self.exploration.chosen(lambda: self.net.q(obs, layers), noise, t, progress, self.episodes.mask)
 
     @torch.no_grad()
     def learn(self, updates: int, progress: float) -> Tensor:
         """Gradient steps, updates of the target network, and new priorities."""
         spec = self.spec
         lr = value(progress=progress, **spec.lr.arguments())
-        paces = [pace(lr, spec.adam_eps, n) for n in range(self.updates + 1, self.updates + updates + 1)]
+        paces = [pace(lr, spec.adam_eps, n, self.rule) for n in range(self.updates + 1, self.updates + updates + 1)]
         rates = iter(torch.tensor(paces).to(self.device).split(self.together))
+        noise = self.layer_noise(updates, 3)
+        noises = repeat(None) if noise is None else iter(noise.split(self.together))
         beta = None if self.beta is None else value(progress=progress, **self.beta.arguments())
         totals = torch.zeros(len(self.metrics), device=self.device)
         if self.obs_scale is not None:  # its statistics are buffers: the target network's follow
@@ -80,7 +93,7 @@ class DQN(OffPolicy):
         for batches in self.batches(updates, beta):
             errors = []
             for at in range(0, len(batches), self.together):
-                errors.append(self._update(batches[at : at + self.together], next(rates), totals))
+                errors.append(self._update(batches[at : at + self.together], next(rates), totals, next(noises)))
                 self.updates += self.together
                 if spec.target_every is not None and self.updates % spec.target_every == 0:
                     self.target.vector.copy_(self.flat.vector)
@@ -88,43 +101,54 @@ class DQN(OffPolicy):
                 self.memory.update_priorities(torch.cat([batch.rows for batch in batches]), torch.cat(errors))
         return totals
 
-    def update(self, batches: list[ReplayBatch], rates: Tensor, totals: Tensor) -> Tensor:
+    def update(self, batches: list[ReplayBatch], rates: Tensor, totals: Tensor, noise: Tensor | None = None) -> Tensor:
         """A gradient step on each, eager or all one graph; the TD errors, which become priorities."""
         errors = []
-        for batch, rate in zip(batches, rates.unbind(0), strict=True):
-            errors.append(self.update_once(batch, rate, totals))
+        noises = (None,) * len(batches) if noise is None else noise.unbind(0)
+        for batch, rate, each in zip(batches, rates.unbind(0), noises, strict=True):
+            errors.append(self.update_once(batch, rate, totals, each))
             if self.spec.target_every is None:
                 self.target.vector.lerp_(self.flat.vector, self.spec.tau)
         return torch.cat(errors)
 
-    def update_once(self, batch: ReplayBatch, rate: Tensor, totals: Tensor) -> Tensor:
-        """One gradient step; the TD errors, (B,)."""
-        targets = self.targets(batch)
-        gradient, (errors, metrics) = self.flat.gradient(lambda net: self.loss(net, batch, targets))
+    def update_once(self, batch: ReplayBatch, rate: Tensor, totals: Tensor, noise: Tensor | None) -> Tensor:
+        """One gradient step; the TD errors, (B,). What is learned, targets and their choice differ in noise."""
+        learns, *others = (None, None, None) if noise is None else noise.unbind(0)
+        targets = self.targets(batch, others)
+        gradient, (errors, metrics) = self.flat.gradient(lambda net: self.loss(net, batch, targets, learns))
         gradient, norm = clip_norm(gradient, self.spec.max_grad_norm)
-        self.trained.step(gradient, rate)
+        self.trained.step(gradient, rate, rule=self.rule)
         totals.add_(torch.cat([metrics, norm.reshape(1)]))
         return errors
 
-    def targets(self, batch: ReplayBatch) -> Tensor:
-        """The TD targets, (B, quantiles), without gradient."""
-        following = self.target(self.target.vector)(batch.next_obs)  # (B, A, quantiles)
-        chooses = self.flat(self.flat.vector)(batch.next_obs) if self.spec.double else following
-        best = forbid(chooses.mean(dim=2), batch.next_masks).argmax(dim=1)
-        return (batch.rewards[:, None] + batch.discounts[:, None] * _of_action(following, best)).detach()
+    def targets(self, batch: ReplayBatch, noise: Any = (None, None)) -> Tensor:
+        """The TD targets, (B, outputs), without gradient."""
+        following = self.target(self.target.vector)(batch.next_obs, noise[0])  # (B, A, outputs)
+        chooses = self.flat(self.flat.vector)(batch.next_obs, noise[1]) if self.spec.double else following
+        return self.backed_up(batch, following, chooses)
 
-    def loss(self, net: Any, batch: ReplayBatch, targets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Weighted mean of the Huber or quantile loss; TD errors and metrics."""
-        values = _of_action(net(batch.obs), batch.actions)  # (B, quantiles)
+    def backed_up(self, rows: ReplayBatch, following: Tensor, chooses: Tensor) -> Tensor:
+        """The targets of the successor's action that is best by `chooses`, both (B, A, outputs)."""
+        best = forbid(self.net.expected(chooses), rows.next_masks).argmax(dim=1)
+        chosen, support = _of_action(following, best), self.net.support
+        rewards, discounts = rows.rewards[:, None], rows.discounts[:, None]
+        if support is None:
+            return (rewards + discounts * chosen).detach()
+        return projected(chosen.softmax(dim=1), rewards + discounts * support, support).detach()
+
+    def loss(self, net: Any, batch: ReplayBatch, targets: Tensor, noise: Tensor | None = None) -> Any:
+        """Weighted mean of the Huber or quantile loss, or KL of the atoms; TD errors and metrics."""
+        outputs, support = _of_action(net(batch.obs, noise), batch.actions), self.net.support  # (B, outputs)
         if self.spec.distributional is None:
-            each = F.smooth_l1_loss(values, targets, reduction="none").squeeze(1)
+            each = F.smooth_l1_loss(outputs, targets, reduction="none").squeeze(1)
         else:
-            each = quantile_loss(values, targets)
+            each = quantile_loss(outputs, targets) if support is None else atoms_loss(outputs, targets)
         loss = each.mean() if batch.weights is None else (batch.weights * each).mean()
-        errors = (values.detach().mean(dim=1) - targets.mean(dim=1)).abs()
+        values = self.net.expected(outputs.detach())
+        errors = (values - (targets.mean(dim=1) if support is None else targets @ support)).abs()
         if self.spec.distributional is not None and self.spec.prioritized is not None:
             errors = each.detach()  # equal means may hide different distributions
-        metrics = torch.stack([loss.detach(), values.detach().mean(), errors.mean()])
+        metrics = torch.stack([loss.detach(), values.mean(), errors.mean()])
         return loss, (errors, metrics)
 
     def begin_from(self, given: Mapping[str, Any]) -> None:
@@ -142,5 +166,5 @@ class DQN(OffPolicy):
 
 
 def _of_action(values: Tensor, actions: Tensor) -> Tensor:
-    """Of (B, A, quantiles), the rows of the given actions, (B, quantiles)."""
+    """Of (B, A, outputs), the rows of the given actions, (B, outputs)."""
     return values.gather(1, actions[:, None, None].expand(-1, 1, values.shape[2])).squeeze(1)

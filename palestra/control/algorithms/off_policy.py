@@ -18,7 +18,7 @@ from palestra.control.memory.replay import Masks, Replay, ReplayBatch
 from palestra.control.memory.sequences import SequenceReplay
 from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import check_bounds, forbid
-from palestra.control.optim import BETA1, FlatNet, copied, no_denormals, pace, products, restore
+from palestra.control.optim import FlatNet, copied, no_denormals, pace, products, restore
 from palestra.errors import UsageError
 from palestra.rl.losses import td_target, twin_loss
 from palestra.rl.schedules import value
@@ -159,7 +159,7 @@ class Inputs(NamedTuple):
 
     noise: Tensor
     rates: Tensor
-    """Step size and ε (`pace`) of the critics, of the policy and of what else is trained, (k, 2)."""
+    """Step size, ε and decay (`pace`) of the critics, of the policy and of what else is trained, (k, 3)."""
     warmth: Tensor | None = None
     """Bounds of batch renormalization (`warmth_after`), (2,)."""
 
@@ -176,7 +176,6 @@ class TwinCritics(OffPolicy):
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
         check_bounds(self.head, self.spec.name)
-        self.beta1 = getattr(self.spec, "beta1", BETA1)
         self.actors = FlatNet(self.net)  # the parameters of the network that acts are views of its vector
         self._update = parts.compiled(self.update, kept=1)
         self._update_critics = parts.compiled(self.update_critics, kept=1)
@@ -197,7 +196,7 @@ class TwinCritics(OffPolicy):
         return self.head.noise(self.generator, horizon, self.episodes.num_envs).to(self.device)
 
     def rates(self, updates: int, progress: float, *names: str) -> Tensor:
-        """Paces of the critics and of these learning rates in the next updates, (updates, 1 + names, 2).
+        """Paces of the critics and of these learning rates in the next updates, (updates, 1 + names, 3).
 
         A learning rate that the spec leaves out is the policy's.
         """
@@ -206,8 +205,8 @@ class TwinCritics(OffPolicy):
         critic_lr, *lrs = (value(progress=progress, **schedule.arguments()) for schedule in schedules)
         for n in range(self.updates + 1, self.updates + updates + 1):
             steps = max(1, n // spec.policy_delay)  # of the policy; before its first its pace is not used
-            policy = [pace(lr, spec.adam_eps, steps, self.beta1) for lr in lrs]
-            paces.append([pace(critic_lr, spec.adam_eps, n, self.beta1), *policy])
+            policy = [pace(lr, spec.adam_eps, steps, self.rule) for lr in lrs]
+            paces.append([pace(critic_lr, spec.adam_eps, n, self.rule), *policy])
         return torch.tensor(paces)
 
     @torch.no_grad()

@@ -75,7 +75,7 @@ class BC(Offline):
         lr, totals = value(progress=progress, **self.spec.lr.arguments()), torch.zeros(1, device=self.device)
         for batch in (batch for group in self.batches(updates) for batch in group):
             self.updates += 1
-            rate = torch.tensor(pace(lr, self.spec.adam_eps, self.updates), device=self.device)
+            rate = torch.tensor(pace(lr, self.spec.adam_eps, self.updates, self.rule), device=self.device)
             totals += self._update(batch, rate)
         return totals
 
@@ -87,7 +87,7 @@ class BC(Offline):
             return total, total.detach()[None]
 
         gradient, seen = self.flat.gradient(loss)
-        self.trained.step(gradient, rate, self.spec.max_grad_norm)
+        self.trained.step(gradient, rate, self.spec.max_grad_norm, self.rule)
         return seen
 
     def state(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class TD3BC(Offline, TD3):
             total = near - self.spec.alpha * q.mean() / q.detach().abs().mean()
             return total, total.detach()[None]
 
-        learned.seen.copy_(learned.actor.descend(loss, inputs.rates[1], self.spec.max_grad_norm))
+        learned.seen.copy_(learned.actor.descend(loss, inputs.rates[1], self.spec.max_grad_norm, self.rule))
         learned.actor_target.copy_(polyak(learned.actor_target, learned.actor.vector, self.spec.tau))
         learned.critic_target.copy_(polyak(learned.critic_target, learned.critics.vector, self.spec.tau))
 
@@ -173,12 +173,13 @@ class IQL(Offline, TwinCritics):
             loss = expectile_loss(smaller - self.values(vector)(batch.obs), self.spec.expectile).mean()
             return loss, loss.detach()[None]
 
-        seen = learned.values.descend(value_loss, inputs.rates[0], self.spec.max_grad_norm)
+        seen = learned.values.descend(value_loss, inputs.rates[0], self.spec.max_grad_norm, self.rule)
         following = self.values(learned.values.vector)(batch.next_obs)
         critics = learned.critics.descend(
             lambda vector: critic_loss(self.q(vector, batch), batch, following),
             inputs.rates[0],
             self.spec.max_grad_norm,
+            self.rule,
         )
         learned.target.copy_(polyak(learned.target, learned.critics.vector, self.spec.tau))
         learned.seen[1:2].copy_(seen)
@@ -193,5 +194,5 @@ class IQL(Offline, TwinCritics):
             total = -(weights * self.actors(vector)(batch.obs).log_prob(batch.actions)).mean()
             return total, total.detach()[None]
 
-        policy = learned.actor.descend(loss, inputs.rates[1], self.spec.max_grad_norm)
+        policy = learned.actor.descend(loss, inputs.rates[1], self.spec.max_grad_norm, self.rule)
         learned.seen.copy_(torch.cat([policy, learned.seen[1:2], weights.mean()[None]]))

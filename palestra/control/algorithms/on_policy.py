@@ -33,6 +33,7 @@ class Rates(NamedTuple):
     lr: Tensor
     clip: Any = None
     entropy: Any = None
+    critic_lr: Any = None
 
 
 class RolloutBatch(NamedTuple):
@@ -75,7 +76,11 @@ class OnPolicy(Algorithm):
         self.recurrent = isinstance(net, Recurrent)
         self.collector = Collector(self.episodes, self.spec.horizon, head.shape, head.dtype)
         self.flat = FlatNet(net)
-        self.adam = Adam.zeros(self.flat.vector)
+        self.adam = Adam.zeros(self.flat.vector, self.rule)
+        own = zip(self.flat.names, self.flat.sizes, strict=True)
+        of_value = [torch.full((size,), name.startswith("value_")) for name, size in own]
+        self.of_value = torch.cat(of_value).to(self.device)
+        """Which parameters are of the value alone."""
         self.memory = net.nothing(self.episodes.num_envs) if self.recurrent else None
         """The state of a recurrent policy now, (N, memory)."""
         self.start = self.memory
@@ -94,7 +99,7 @@ class OnPolicy(Algorithm):
             if isinstance(batch, RolloutBatch):  # with values: before the update, as they explained the rollout
                 metrics["explained_variance"] = float(explained_variance(batch.values, batch.returns, batch.valid))
             if self.imitation is not None:
-                metrics |= self.imitation.learn(self.rates(progress).lr)
+                metrics |= self.imitation.learn(self.step_sizes(self.rates(progress)))
             # Only now: a rollout is acted on and learned from under the same normalization of observations.
             if self.obs_scale is not None:
                 self.obs_scale.update(rollout.obs, self.valid(rollout))
@@ -193,14 +198,18 @@ class OnPolicy(Algorithm):
 
     def update(self, adam: Adam, batch: Any, rates: Rates) -> tuple[Tensor, Adam, Tensor]:
         """New parameters, new optimizer state, metrics: a pure function, eager or one compiled graph."""
-        return self.descend(adam, lambda net: self.loss(net, batch, rates), rates.lr)
+        return self.descend(adam, lambda net: self.loss(net, batch, rates), self.step_sizes(rates))
+
+    def step_sizes(self, rates: Rates) -> Tensor:
+        """The learning rate, or with `critic_lr` that of each parameter."""
+        return rates.lr if rates.critic_lr is None else torch.where(self.of_value, rates.critic_lr, rates.lr)
 
     def descend(self, adam: Adam, loss: Callable, lr: Tensor) -> tuple[Tensor, Adam, Tensor]:
         """One update by the gradient of `loss(net)`; its norm follows what the loss logs."""
         gradient, metrics = self.flat.gradient(loss)
         # One global norm over policy and value together, clipped before Adam sees it.
         gradient, norm = clip_norm(gradient, self.spec.max_grad_norm)
-        vector, adam = adam_step(self.flat.vector, gradient, adam, lr, self.spec.adam_eps)
+        vector, adam = adam_step(self.flat.vector, gradient, adam, lr, self.spec.adam_eps, self.rule)
         return vector, adam, torch.cat([metrics, norm.detach().reshape(1)])
 
     def state(self) -> dict[str, Any]:

@@ -20,12 +20,11 @@ from palestra.control.algorithms.sac import SAC, SacState
 from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.sequences import RecurrentCritics, RecurrentQ, RecurrentSoft, one_step
-from palestra.control.nets.values import ExplorationNoise, forbid
+from palestra.control.nets.values import ExplorationNoise
 from palestra.control.optim import FunctionalNet, Trained
 from palestra.control.scaling import obs_scale
 from palestra.rl.losses import polyak, td_target
 from palestra.spec.kinds.control import ControlSpec
-from palestra.spec.off_policy import DQNSpec
 
 
 class Steps(NamedTuple):
@@ -98,31 +97,23 @@ class RecurrentDQN(Sequences, DQN):
     """The learner of values."""
 
     net: Any
-
-    @classmethod
-    def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> Any:
-        assert isinstance(spec.algorithm, DQNSpec)
-        quantiles = 1 if spec.algorithm.distributional is None else spec.algorithm.distributional.quantiles
-        scale = obs_scale(spec.env, obs_shape)
-        return RecurrentQ(obs_shape, head, spec.net, scale, dueling=spec.algorithm.dueling, quantiles=quantiles)
+    network = RecurrentQ
 
     def advance(self, obs: Tensor, states: Tensor) -> Tensor:
         values, memories = self.net(*one_step(obs), states)
-        self._q = values[0].mean(dim=-1)
+        self._q = self.net.expected(values[0])
         return memories[0]
 
     def act(self, obs: Tensor, noise: ExplorationNoise, t: int, progress: float) -> Tensor:
         return self.exploration.chosen(lambda: self._q, noise, t, progress, self.episodes.mask)
 
-    def targets(self, batch: ReplayBatch) -> Tensor:
-        """The TD targets of the learned steps, (T · B, quantiles), without gradient."""
+    def targets(self, batch: ReplayBatch, noise: Any = (None, None)) -> Tensor:
+        """The TD targets of the learned steps, (T · B, outputs), without gradient."""
         rows, steps = learned_rows(batch, self.burn_in), Steps.of(batch, self.burn_in)
         following = self._following(self.target(self.target.vector), steps, batch, rows)
         double = self.spec.double
         chooses = self._following(self.flat(self.flat.vector), steps, batch, rows) if double else following
-        best = forbid(chooses.mean(dim=2), rows.next_masks).argmax(dim=1)
-        chosen = following.gather(1, best[:, None, None].expand(-1, 1, following.shape[2])).squeeze(1)
-        return (rows.rewards[:, None] + rows.discounts[:, None] * chosen).detach()
+        return self.backed_up(rows, following, chooses)
 
     @staticmethod
     def _following(net: Any, steps: Steps, batch: ReplayBatch, rows: Any) -> Tensor:
@@ -130,10 +121,10 @@ class RecurrentDQN(Sequences, DQN):
         _, memories = steps.learned(net, batch.states)
         return net(*one_step(rows.next_obs), memories.flatten(0, 1))[0][0]
 
-    def loss(self, net: Any, batch: ReplayBatch, targets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def loss(self, net: Any, batch: ReplayBatch, targets: Tensor, noise: Any = None) -> Any:
         assert batch.states is not None
         values, _ = Steps.of(batch, self.burn_in).learned(net, batch.states)
-        return super().loss(lambda obs: values.flatten(0, 1), learned_rows(batch, self.burn_in), targets)
+        return super().loss(lambda obs, noise: values.flatten(0, 1), learned_rows(batch, self.burn_in), targets)
 
 
 class RecurrentSAC(Sequences, SAC):
@@ -183,7 +174,7 @@ class RecurrentSAC(Sequences, SAC):
             error = 0.5 * (rows.weights * (q - targets).square()).mean(dim=1).sum()
             return error, torch.stack([error.detach(), q.detach().mean()])
 
-        seen = learned.critics.descend(loss, inputs.rates[0], self.spec.max_grad_norm)
+        seen = learned.critics.descend(loss, inputs.rates[0], self.spec.max_grad_norm, self.rule)
         learned.target.copy_(polyak(learned.target, learned.critics.vector, self.spec.tau))
         return seen
 

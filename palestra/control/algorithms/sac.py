@@ -54,7 +54,8 @@ class SAC(TwinCritics):
 
     def start(self, parts: AlgorithmParts) -> Any:
         """Makes the critics; returns all that updates change, before the first."""
-        net = Critics(parts.obs_shape, self.head, parts.spec.net, self.obs_scale)
+        outputs = getattr(self.spec, "quantiles", 1)
+        net = Critics(parts.obs_shape, self.head, parts.spec.net, self.obs_scale, outputs)
         self.critics = FunctionalNet(net.to(self.device))
         critics = self.critics.start()
         actor, alpha = Trained.of(self.actors.vector), Trained.of(self.log_alpha())
@@ -101,16 +102,20 @@ class SAC(TwinCritics):
         """The soft value of what was sampled, (B,)."""
         return (soft_value if self.head.continuous else expected_soft_value)(q, logprobs, alpha)
 
+    next_value = value
+    """The same of the successor, by the target critics; what `critic_loss` takes."""
+    critic_loss = staticmethod(critic_loss)
+
     def step_critics(self, learned: Any, batch: ReplayBatch, inputs: Inputs) -> Tensor:
         """One gradient step of the critics, then the targets follow; the loss and the mean value."""
         actions, logprobs, _ = self.sampled(learned.actor.vector, batch.next_obs, inputs.noise[0], batch.next_masks)
         following = self.critics(learned.target)(batch.next_obs, actions)
-        values = self.value(following, logprobs, learned.alpha.vector.exp())
+        values = self.next_value(following, logprobs, learned.alpha.vector.exp())
 
         def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
-            return critic_loss(self.chosen(self.critics(vector)(batch.obs, batch.actions), batch), batch, values)
+            return self.critic_loss(self.chosen(self.critics(vector)(batch.obs, batch.actions), batch), batch, values)
 
-        seen = learned.critics.descend(loss, inputs.rates[0], self.spec.max_grad_norm)
+        seen = learned.critics.descend(loss, inputs.rates[0], self.spec.max_grad_norm, self.rule)
         learned.target.copy_(polyak(learned.target, learned.critics.vector, self.spec.tau))
         return seen
 
@@ -132,13 +137,13 @@ class SAC(TwinCritics):
     def descend_policy(self, learned: Any, loss: Callable, inputs: Inputs, masks: Tensor | None) -> None:
         """One gradient step of the policy on `loss`, and one of α towards the target entropy."""
         alpha = learned.alpha.vector.exp()
-        seen = learned.actor.descend(loss, inputs.rates[1], self.spec.max_grad_norm, self.beta1)
+        seen = learned.actor.descend(loss, inputs.rates[1], self.spec.max_grad_norm, self.rule)
         if self.spec.alpha == "auto":
             target: Any = self.target_entropy
             if masks is not None and self.spec.target_entropy == "auto":
                 target = allowed_entropy(target, masks)
             slope = alpha_slope(learned.alpha.vector, seen[1], target)
-            learned.alpha.step(slope, inputs.rates[2], None, self.beta1)
+            learned.alpha.step(slope, inputs.rates[2], None, self.rule._replace(decay=0.0))
         learned.seen.copy_(torch.cat([seen, alpha]))
 
     def values_of(self, learned: Any, obs: Tensor) -> Q:

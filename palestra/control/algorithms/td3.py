@@ -73,7 +73,7 @@ class TD3(TwinCritics):
         def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
             return critic_loss(self.critics(vector)(batch.obs, batch.actions), batch, values)
 
-        return learned.critics.descend(loss, inputs.rates[0], self.spec.max_grad_norm)
+        return learned.critics.descend(loss, inputs.rates[0], self.spec.max_grad_norm, self.rule)
 
     def step_policy(self, learned: Any, batch: ReplayBatch, inputs: Inputs) -> None:
         """One gradient step of the policy on the first critic; then both targets follow."""
@@ -83,6 +83,6 @@ class TD3(TwinCritics):
             total = -critics(obs, self.actors(vector)(obs), 1).mean()
             return total, total.detach()[None]
 
-        learned.seen.copy_(learned.actor.descend(loss, inputs.rates[1], self.spec.max_grad_norm))
+        learned.seen.copy_(learned.actor.descend(loss, inputs.rates[1], self.spec.max_grad_norm, self.rule))
         learned.actor_target.copy_(polyak(learned.actor_target, learned.actor.vector, self.spec.tau))
         learned.critic_target.copy_(polyak(learned.critic_target, learned.critics.vector, self.spec.tau))

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from palestra.control.nets.actor_critic import Cell, RecurrentActor, unroll
 from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.trunks import Trunk, linear
-from palestra.control.nets.values import LOG_STD_BOUNDS, Critics, forbid
+from palestra.control.nets.values import LOG_STD_BOUNDS, ActionValues, Critics, forbid
 from palestra.rl.distributions import Categorical, SquashedGaussian
+from palestra.spec.off_policy import DQNSpec
 from palestra.spec.shape import NetSpec
 
 
@@ -40,7 +41,7 @@ def one_step(obs: Tensor) -> tuple[Tensor, Tensor]:
     return obs[None], torch.zeros(1, len(obs), dtype=torch.bool, device=obs.device)
 
 
-class RecurrentQ(RecurrentActor):
+class RecurrentQ(ActionValues, RecurrentActor):
     """Q of every action of a Discrete space; acts greedily."""
 
     def __init__(
@@ -49,31 +50,23 @@ class RecurrentQ(RecurrentActor):
         head: ActionHead,
         spec: NetSpec,
         obs_scale: nn.Module | None = None,
-        *,
-        dueling: bool = False,
-        quantiles: int = 1,
+        options: DQNSpec | None = None,
     ):
         super().__init__(head)
-        gain = 1.0 if spec.orthogonal else None
         self.encoder = Remembering(obs_shape, spec, obs_scale)
         self.memory = self.encoder.memory
-        self.advantage_head = linear(self.encoder.size, head.outputs * quantiles, gain)
-        self.value_head = linear(self.encoder.size, quantiles, gain) if dueling else None
-        self.shape = (head.outputs, quantiles)
+        self.make_heads(self.encoder.size, [], spec, options)
 
     def forward(self, obs: Tensor, began: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """The quantiles of the return of every action, (T, B, A, quantiles), and memories."""
+        """What is predicted of the return of every action, (T, B, A, outputs), and memories."""
         hidden, memories = self.encoder(obs, began, memory)
-        values = self.advantage_head(hidden).unflatten(-1, self.shape)
-        if self.value_head is not None:
-            values = self.value_head(hidden).unsqueeze(-2) + values - values.mean(dim=-2, keepdim=True)
-        return values, memories
+        return self.action_values(hidden), memories
 
     def remembered(
         self, obs: Tensor, memory: Tensor, mask: Tensor | None = None, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
         values, memories = self(*one_step(obs), memory)
-        return forbid(values[0].mean(dim=-1), mask).argmax(dim=-1), memories[0]
+        return forbid(self.expected(values[0]), mask).argmax(dim=-1), memories[0]
 
 
 class RecurrentSoft(RecurrentActor):

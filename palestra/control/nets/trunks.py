@@ -27,9 +27,19 @@ def begin(layer: Layer, gain: float | None) -> Layer:
     return layer
 
 
-def linear(inputs: int, outputs: int, gain: float | None) -> nn.Linear:
-    """A linear layer, begun."""
-    return begin(nn.Linear(inputs, outputs), gain)
+class NoisyLinear(nn.Linear):
+    """A linear layer with learned scales of factorized noise on its weights and biases (Fortunato et al. 2018, §3)."""
+
+    def __init__(self, inputs: int, outputs: int, std: float):
+        super().__init__(inputs, outputs)
+        std = std / math.sqrt(inputs)
+        self.weight_std = nn.Parameter(torch.full((outputs, inputs), std))
+        self.bias_std = nn.Parameter(torch.full((outputs,), std))
+
+
+def linear(inputs: int, outputs: int, gain: float | None, noisy: float | None = None) -> nn.Linear:
+    """A linear layer, begun; noisy where an initial scale of noise is given."""
+    return begin(nn.Linear(inputs, outputs) if noisy is None else NoisyLinear(inputs, outputs, noisy), gain)
 
 
 def conv(inputs: int, outputs: int, kernel: int, gain: float | None, **options: Any) -> nn.Conv2d:
@@ -55,9 +65,16 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.stack([(x * columns[k]).sum(dim=-1) for k in range(outputs)], dim=-1)
 
 
-def affine(x: Tensor, layer: nn.Linear) -> Tensor:
-    """`layer(x)`, by `product` where its weights, (outputs, inputs), are thin."""
+def affine(x: Tensor, layer: nn.Linear, noise: Tensor | None = None) -> Tensor:
+    """`layer(x)`, by `product` where its weights, (outputs, inputs), are thin.
+
+    `noise`, (..., inputs + outputs), is of a noisy layer: its factors at both sides, one for all rows or one a row.
+    """
     weight, bias = layer.weight, layer.bias
+    if noise is not None:
+        assert isinstance(layer, NoisyLinear)
+        before, after = noise.split([layer.in_features, layer.out_features], dim=-1)
+        return affine(x, layer) + after * F.linear(x * before, layer.weight_std, layer.bias_std)
     return product(x, weight.mT) + bias if _thin(x, weight) else F.linear(x, weight, bias)
 
 
@@ -240,20 +257,20 @@ def _image(part: Part, spec: NetSpec) -> bool:
 class Mlp(nn.Module):
     """Hidden layers, each with optional layer normalization and the activation."""
 
-    def __init__(self, sizes: Sequence[int], spec: NetSpec):
+    def __init__(self, sizes: Sequence[int], spec: NetSpec, noisy: float | None = None):
         super().__init__()
         self.size = sizes[-1]
         self.activation = ACTIVATIONS[spec.activation]
         gain = math.sqrt(2) if spec.orthogonal else None
-        self._linears = [linear(i, o, gain) for i, o in pairwise(sizes)]
+        self._linears = [linear(i, o, gain, noisy) for i, o in pairwise(sizes)]
         self.layers = nn.ModuleList(self._linears)
         self._norms = [nn.LayerNorm(o) for o in sizes[1:]] if spec.layer_norm else []
         self.norms = nn.ModuleList(self._norms)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, first size) to (B, last size)."""
+    def forward(self, x: Tensor, noise: Sequence[Tensor] | None = None) -> Tensor:
+        """(B, first size) to (B, last size); `noise` of each layer, where they are noisy."""
         for i, layer in enumerate(self._linears):
-            x = affine(x, layer)
+            x = affine(x, layer, None if noise is None else noise[i])
             if self._norms:
                 x = self._norms[i].forward(x)
             x = self.activation(x)

@@ -13,15 +13,61 @@ from torch import Tensor, nn
 
 from palestra.control.nets.actor_critic import Actor
 from palestra.control.nets.heads import ActionHead
-from palestra.control.nets.trunks import ACTIVATIONS, Mlp, Trunk, affine, begin, linear, product
+from palestra.control.nets.trunks import ACTIVATIONS, Mlp, NoisyLinear, Trunk, affine, begin, linear, product
 from palestra.errors import UsageError
 from palestra.rl.distributions import Categorical, SquashedGaussian
 from palestra.rl.schedules import value
+from palestra.spec.off_policy import AtomsSpec, DQNSpec
 from palestra.spec.schedule import Schedule
 from palestra.spec.shape import NetSpec
 
 
-class QNet(Actor):
+class ActionValues(Actor):
+    """The end of a Q-network: features to the return of every action as its mean, quantiles or logits of atoms."""
+
+    support: Tensor | None
+    """The returns of the atoms, (outputs,), where there are any."""
+
+    def make_heads(self, inputs: int, own: list[int], spec: NetSpec, options: DQNSpec | None) -> None:
+        """The layers after `inputs` features, of dueling streams each after its `own` hidden ones."""
+        form, noisy = (None, None) if options is None else (options.distributional, options.noisy)
+        self.outputs = 1 if form is None else form.atoms if isinstance(form, AtomsSpec) else form.quantiles
+        gain, sizes = 1.0 if spec.orthogonal else None, [inputs, *own]
+        self.advantage_stream = Mlp(sizes, spec, noisy) if own else None
+        self.advantage_head = linear(sizes[-1], self.head.outputs * self.outputs, gain, noisy)
+        self.value_stream = Mlp(sizes, spec, noisy) if own else None
+        dueling = options is not None and options.dueling
+        self.value_head = linear(sizes[-1], self.outputs, gain, noisy) if dueling else None
+        atoms = torch.linspace(form.low, form.high, form.atoms) if isinstance(form, AtomsSpec) else None
+        self.register_buffer("support", atoms, persistent=False)
+        noised = [layer for layer in self.modules() if isinstance(layer, NoisyLinear)]
+        self.noise_sizes = [layer.in_features + layer.out_features for layer in noised]
+        """Of the noise of each noisy layer: those of the advantage stream, its head, then the same of the value."""
+
+    def action_values(self, hidden: Tensor, noise: Tensor | None = None) -> Tensor:
+        """(..., inputs) to (..., A, outputs); `noise`, (..., sum of noise_sizes): one for all rows, or one a row."""
+        parts = None if noise is None else noise.split(self.noise_sizes, dim=-1)
+        number = 1 if self.advantage_stream is None else 1 + len(self.advantage_stream.layers)
+        first, second = (None, None) if parts is None else (parts[:number], parts[number:])
+        values = _branch(hidden, self.advantage_stream, self.advantage_head, first)
+        values = values.unflatten(-1, (self.head.outputs, self.outputs))
+        if self.value_head is None:
+            return values
+        # Without the mean taken out, a constant could move between the two (Wang et al. 2016, eq. 9).
+        value = _branch(hidden, self.value_stream, self.value_head, second).unsqueeze(-2)
+        return value + values - values.mean(dim=-2, keepdim=True)
+
+    def expected(self, outputs: Tensor) -> Tensor:
+        """The mean return of what `action_values` gives, (..., A)."""
+        return outputs.mean(dim=-1) if self.support is None else outputs.softmax(dim=-1) @ self.support
+
+
+def _branch(hidden: Tensor, stream: Mlp | None, last: nn.Linear, noise: Sequence[Tensor] | None) -> Tensor:
+    own = hidden if stream is None else stream.forward(hidden, noise)
+    return affine(own, last, None if noise is None else noise[-1])
+
+
+class QNet(ActionValues):
     """Q of every action of a Discrete space; acts greedily."""
 
     def __init__(
@@ -30,38 +76,24 @@ class QNet(Actor):
         head: ActionHead,
         spec: NetSpec,
         obs_scale: nn.Module | None = None,
-        *,
-        dueling: bool = False,
-        quantiles: int = 1,
+        options: DQNSpec | None = None,
     ):
         super().__init__(head)
-        gain = 1.0 if spec.orthogonal else None
-        own = spec.hidden[-1:] if dueling else []  # of dueling streams the last hidden layer is each one's own
+        # Of dueling streams the last hidden layer is each one's own.
+        own = spec.hidden[-1:] if options is not None and options.dueling else []
         self.trunk = Trunk(obs_shape, spec, spec.hidden[: len(spec.hidden) - len(own)], obs_scale)
-        sizes = [self.trunk.size, *own]
-        self.advantage_stream = Mlp(sizes, spec) if own else None
-        self.advantage_head = linear(sizes[-1], head.outputs * quantiles, gain)
-        self.value_stream = Mlp(sizes, spec) if own else None
-        self.value_head = linear(sizes[-1], quantiles, gain) if dueling else None
-        self.shape = (head.outputs, quantiles)
+        self.make_heads(self.trunk.size, own, spec, options)
 
-    def forward(self, obs: Tensor) -> Tensor:
-        """The quantiles of the return of every action, (B, A, quantiles); one quantile is the mean."""
-        hidden = self.trunk.forward(obs)
-        own = hidden if self.advantage_stream is None else self.advantage_stream.forward(hidden)
-        values = affine(own, self.advantage_head).unflatten(1, self.shape)
-        if self.value_head is None:
-            return values
-        own = hidden if self.value_stream is None else self.value_stream.forward(hidden)
-        # Without the mean taken out, a constant could move between the two (Wang et al. 2016, eq. 9).
-        return self.value_head(own).unsqueeze(1) + values - values.mean(dim=1, keepdim=True)
+    def forward(self, obs: Tensor, noise: Tensor | None = None) -> Tensor:
+        """What is predicted of the return of every action, (B, A, outputs)."""
+        return self.action_values(self.trunk.forward(obs), noise)
 
-    def q(self, obs: Tensor) -> Tensor:
+    def q(self, obs: Tensor, noise: Tensor | None = None) -> Tensor:
         """Q of every action, (B, A)."""
-        return self.forward(obs).mean(dim=2)
+        return self.expected(self.forward(obs, noise))
 
     def actions(self, obs: Tensor, mask: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
-        """The actions of the highest Q."""
+        """The actions of the highest Q, without noise."""
         return forbid(self.q(obs), mask).argmax(dim=1)
 
 
@@ -165,13 +197,20 @@ def renormalized(x: Tensor, running: Running, warmth: Tensor, momentum: float) -
 class TwinLayers(nn.Module):
     """The layers of both critics: one shared encoder of images or graph of the spec, and hidden layers for each."""
 
-    def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
+    def __init__(
+        self,
+        obs_shape: Sequence[int],
+        head: ActionHead,
+        spec: NetSpec,
+        obs_scale: nn.Module | None = None,
+        quantiles: int = 1,
+    ):
         super().__init__()
         self.encoder = Trunk(obs_shape, spec, hidden=[], obs_scale=obs_scale)
         self.continuous = head.continuous
         hidden = spec.hidden if spec.critic_hidden is None else spec.critic_hidden
         self.sizes = [self.encoder.size + (head.outputs if self.continuous else 0), *hidden]
-        outputs = 1 if self.continuous else head.outputs
+        outputs = quantiles if self.continuous else head.outputs
         self.activation = ACTIVATIONS[spec.activation]
         layers = [*pairwise(self.sizes), (self.sizes[-1], outputs)]
         gains = [math.sqrt(2)] * len(hidden) + [1.0] if spec.orthogonal else [None] * len(layers)
@@ -206,7 +245,7 @@ class TwinLayers(nn.Module):
 
 
 class Critics(TwinLayers):
-    """Q of observations and actions for a Box, (2, B); Q of every action for Discrete, (2, B, A)."""
+    """Q of observations and actions for a Box, (2, B), or its quantiles, (2, B, N); of all Discrete ones (2, B, A)."""
 
     def forward(self, obs: Tensor, actions: Tensor | None = None, twins: int = 2) -> Tensor:
         """Values of both, or of the first alone; `actions` are looked at where they are a Box's."""
@@ -262,6 +301,7 @@ class ExplorationNoise(NamedTuple):
     chance: np.ndarray  # (T, N) uniform: below ε the action is random
     random: Tensor  # (T, N) uniform actions
     gumbel: Tensor | None  # (T, N, A), where actions are sampled by a softmax
+    layers: Tensor | None = None  # (T, N, ...), of noisy layers
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,25 @@
 """The spec of kind `control`: deep RL in Gymnasium environments, its networks and algorithms."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import isqrt
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, JsonValue, SerializerFunctionWrapHandler, Tag, model_serializer
+from pydantic import (
+    Discriminator,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 
 from palestra.spec.base import Every, ExperimentSpec, Function, Module
 from palestra.spec.cluster import EnvClusterSpec
 from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model, without_defaults
-from palestra.spec.off_policy import ActorCriticSpec, CrossQSpec, DQNSpec, OffPolicySpec, SACSpec, TD3Spec
+from palestra.spec.off_policy import ActorCriticSpec, CrossQSpec, DQNSpec, OffPolicySpec, SACSpec, TD3Spec, TQCSpec
 from palestra.spec.offline import BCSpec, IQLSpec, OfflineCriticSpec, OfflineSpec, TD3BCSpec
+from palestra.spec.optimizer import OptimizerSpec
 from palestra.spec.schedule import PositiveRate, Rate, Schedule, constant, warmup_conflicts
 from palestra.spec.shape import NetSpec
 
@@ -74,7 +83,7 @@ class SelfImitationSpec(Model):
     """Importance-weight exponent β."""
 
 
-class OnPolicySpec(Model):
+class OnPolicySpec(OptimizerSpec):
     """Shared fields of this family of algorithms."""
 
     gamma: float = Field(default=0.99, ge=0, le=1)
@@ -88,9 +97,13 @@ class OnPolicySpec(Model):
     max_grad_norm: float | None = Field(default=0.5, gt=0)
     """Gradient norm clipping; null: none."""
     adam_eps: float = Field(default=1e-5, gt=0)
-    """Adam's ε."""
+    """The optimizer's ε."""
     distribution: Literal["gaussian", "beta"] = "gaussian"
     """Distribution of continuous actions: a Gaussian clipped to the bounds, or a Beta within them."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_defaults(self, handler(self), "optimizer", "weight_decay", "critic_lr")
 
     def updates_per_step(self, num_envs: int) -> int:
         """Gradient steps per policy update."""
@@ -113,6 +126,8 @@ class A2CSpec(OnPolicySpec):
     """Name of the algorithm."""
     lr: Rate = constant(7e-4)
     """Learning rate."""
+    critic_lr: Rate | None = None
+    """Learning rate of the value's own layers; null: `lr`."""
     lam: float | None = Field(default=0.95, ge=0, le=1)
     """λ of generalized advantage estimation; null: n-step returns up to the horizon (λ = 1)."""
     value_coef: float = Field(default=0.5, ge=0)
@@ -134,6 +149,8 @@ class PPOSpec(OnPolicySpec):
 
     name: Literal["ppo"]
     """Name of the algorithm."""
+    critic_lr: Rate | None = None
+    """Learning rate of the value's own layers; null: `lr`."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """λ of generalized advantage estimation."""
     clip: PositiveRate = constant(0.2)
@@ -161,7 +178,7 @@ class PPOSpec(OnPolicySpec):
         return self.epochs * self.horizon * num_envs // self.minibatch + imitation
 
 
-class SARSASpec(Model):
+class SARSASpec(OptimizerSpec):
     """Deep SARSA(λ) (Rummery & Niranjan 1994): on-policy Q-learning."""
 
     name: Literal["sarsa"]
@@ -180,17 +197,16 @@ class SARSASpec(Model):
     """Rollout length per environment between updates (T)."""
     max_grad_norm: float | None = Field(default=0.5, gt=0)
     """Gradient norm clipping; null: none."""
-    adam_eps: float = Field(default=1e-8, gt=0)
-    """Adam's ε."""
 
     def updates_per_step(self, num_envs: int) -> int:
         """Gradient steps per policy update."""
         return 1
 
 
+ActorCriticAlgorithm = SACSpec | TQCSpec | TD3Spec | CrossQSpec
 OfflineAlgorithm = BCSpec | TD3BCSpec | IQLSpec
 AlgorithmSpec = Annotated[
-    ReinforceSpec | SARSASpec | A2CSpec | PPOSpec | DQNSpec | SACSpec | TD3Spec | CrossQSpec | OfflineAlgorithm,
+    ReinforceSpec | SARSASpec | A2CSpec | PPOSpec | DQNSpec | ActorCriticAlgorithm | OfflineAlgorithm,
     Field(discriminator="name"),
 ]
 """The algorithms, discriminated by `name`."""
@@ -206,6 +222,9 @@ class TrainSpec(Model):
     precision: Literal["fp32", "bf16"] = "fp32"
     """Matmul precision; bf16 is several times faster for wide networks on a CPU with AMX."""
 
+
+WIDE, WIDE_NET = ("sac", "tqc"), {"hidden": [256, 256], "activation": "relu"}
+"""Algorithms with a default network of their own, and what of it differs from `NetSpec`'s."""
 
 AUTO_EVALUATIONS = 20  # at most, in a run whose `every.eval` is auto
 EVALUATED_SHARE = 10  # one frame of evaluation for that many of training, where `every.eval` is auto
@@ -250,7 +269,7 @@ class ControlSpec(ExperimentSpec):
     algorithm: AlgorithmSpec
     """RL algorithm and its hyperparameters."""
     net: NetSpec = NetSpec()
-    """Policy and value networks."""
+    """Policy and value networks; by default of SAC and TQC `hidden: [256, 256]` and `activation: relu`."""
     init: str | None = Field(default=None, min_length=1)
     """A zip of Stable-Baselines3 whose policy, critics and targets to start from; null: new networks."""
     train: TrainSpec
@@ -269,6 +288,22 @@ class ControlSpec(ExperimentSpec):
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return without_defaults(self, handler(self), "on_step", "on_episode")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_usual_net(cls, data: Any) -> Any:
+        """Fill in the network of the papers and of Stable-Baselines3, so that a resolved spec shows it."""
+        if not isinstance(data, Mapping):
+            return data
+        algorithm, net = data.get("algorithm"), data.get("net", {})
+        if not (isinstance(algorithm, Mapping) and algorithm.get("name") in WIDE and isinstance(net, Mapping)):
+            return data
+        return {**data, "net": {**WIDE_NET, **net}}
+
+    def default_origin(self, path: tuple[str | int, ...]) -> str:
+        """Which default a value is that was not given."""
+        usual = self.algorithm.name in WIDE and path in {("net", name) for name in WIDE_NET}
+        return f"default for {self.algorithm.name}" if usual else super().default_origin(path)
 
     @property
     def offline(self) -> bool:
@@ -404,7 +439,7 @@ class ControlSpec(ExperimentSpec):
         if algorithm.start < least:
             reason = f"expected at least num_envs × (length + burn_in) = {least}, a sequence of each environment"
             yield Conflict(("algorithm", "start"), f"{reason}; got {algorithm.start}")
-        for name, usual in (("n_step", 1), ("prioritized", None), ("her", None)):
+        for name, usual in (("n_step", 1), ("prioritized", None), ("her", None), ("noisy", None)):
             if getattr(algorithm, name, usual) != usual:
                 yield Conflict(("algorithm", name), f"expected {usual or 'null'}: net.recurrent does not support it")
 
