@@ -109,7 +109,7 @@ def _model(case: Case, cuda: bool) -> Any:
     layers, width, mlp, vocab, *_ = case
     shape = Shape(layers=layers, width=width, mlp=mlp, vocab=vocab, heads=max(2, width // 64), context=2048)
     model = Transformer(shape, torch.bfloat16 if cuda else torch.float32).to("cuda" if cuda else "cpu")
-    model.initialize(torch.Generator(next(model.parameters()).device).manual_seed(0))
+    model.initialize(torch.Generator().manual_seed(0))
     return model
 
 
