@@ -241,6 +241,8 @@ CountCadence = Annotated[
 
 def without_defaults(model: Model, data: dict[str, Any], *later: str) -> dict[str, Any]:
     """Plain data without those fields that came `later` and have their default: stored specs and hashes stay."""
+    if not isinstance(model, BaseModel):  # of a copy that was never validated
+        return data
     fields = type(model).model_fields
     return {name: v for name, v in data.items() if name not in later or getattr(model, name) != fields[name].default}
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 NAMES = {
     "answers", "checkpoint", "collect", "eval", "fetch", "install", "interact", "learn", "likelihood", "lm_eval",
-    "publish", "record", "rollout", "sample", "suites", "texts", "train", "verify",
+    "publish", "record", "rollout", "sample", "suites", "texts", "train", "verify", "video",
 }  # fmt: skip
 """What Palestra's own spans are called; a reader may rely on them."""
 WRITE_EVERY = 1.0  # seconds
