@@ -234,11 +234,12 @@ def test_turn_that_no_client_got_is_not_trained_on():
         body = json.dumps({"messages": [{"role": "user", "content": "b"}]}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {session.key}\r\n"
         connections = lab.gateway._server.server_state.connections
-        before = len(connections)
+        before = set(connections)  # that of the first request may close at any moment
         with socket.create_connection(lab.gateway._socket.getsockname()) as one:
             one.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             until(lambda: session.busy)
-        until(lambda: len(connections) <= before)
+            (mine,) = connections - before
+        until(lambda: mine not in connections)
         lab.gateway.thread.loop.call_soon_threadsafe(lab.generator.hold.set)
         until(lambda: len(session.turns) == 2)
         ask(chat(lab, session), "c")
