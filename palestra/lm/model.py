@@ -258,7 +258,7 @@ class Transformer(nn.Module):
             shape = shape.model_copy(update={"rope_theta": shape.local_rope_theta, "rope_scaling": None})
         inverse, scale = frequencies(shape)
         if positions.ndim == 2:
-            positions = positions[self._axes(positions.device)].T
+            positions = positions[self._axes(positions.device)].T.contiguous()  # as kernels read angles
         else:
             positions = positions[:, None]
         angles = positions.float() * self._on(inverse, positions.device, local)
