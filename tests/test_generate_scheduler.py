@@ -9,6 +9,7 @@ from small_lm import small_model
 from test_generate_engine import Listener, engine_of, prompt_of
 
 from palestra.generate.engine.batch import TURN, BatchRows
+from palestra.generate.engine.engine import PATIENCE
 from palestra.generate.engine.pages import PAGE, pages_for
 from palestra.generate.types import Request, Sampling, StopReason
 
@@ -119,6 +120,31 @@ def test_burst_started_before_the_last_is_read_changes_no_token(exact, room):
         assert (engine.metrics()["preemptions"] > 0) == (room is not None)
         found.append([(g.tokens, g.stop_reason) for result in results for g in result.generations])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("ahead", "streams", "later", "bursts"), [
+    (True, False, 1, PATIENCE + 1),  # few beside many wait for others, but not for ever
+    (True, False, 3, 1),
+    (True, True, 1, 1),
+    (False, False, 1, 1),
+])  # fmt: skip
+def test_few_requests_beside_many_that_run_wait_for_others_where_prefills_are_launched(ahead, streams, later, bursts):
+    engine = engine_of(small_model(context=256), max_running=16, burst=2, eos=frozenset())
+    engine._runner.ahead = ahead
+    engine.submit(Request(prompt_of(5, 0), Sampling(max_new_tokens=200), n=8), Listener())
+    engine.burst()
+    listener = Listener(streams=streams)
+    asked = Request(prompt_of(6, 1), Sampling(seed=1, max_new_tokens=4), n=later)
+    engine.submit(asked, listener)
+    waited = 0
+    while engine.metrics()["waiting"]:
+        engine.burst()
+        waited += 1
+    assert waited == bursts
+    while listener.result is None:
+        engine.burst()
+    (alone,) = engine_of(small_model(context=256), burst=2, eos=frozenset()).run([asked])
+    assert [g.tokens for g in listener.result.generations] == [g.tokens for g in alone.generations]
 
 
 def test_rows_go_on_from_where_the_device_left_them_and_those_of_the_host_begin():

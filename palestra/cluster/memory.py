@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -152,21 +152,26 @@ class CudaMemory(SharedMemory):
     """A channel between processes that use the same GPU: the versions stay on it, their files tell where."""
 
     scheme = "cuda"
+    _own: ClassVar[weakref.WeakValueDictionary[str, Tensor]] = weakref.WeakValueDictionary()
+    """The buffers of this process by their handles."""
 
     def _allocate(self, file: int, nbytes: int) -> tuple[Tensor, Any]:
         del file
         flat = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cuda")
-        shared = flat.untyped_storage()._share_cuda_()
-        return flat, [part.hex() if isinstance(part, bytes) else part for part in shared]
+        shared = [part.hex() if isinstance(part, bytes) else part for part in flat.untyped_storage()._share_cuda_()]
+        self._own[str(shared)] = flat
+        return flat, shared
 
     def _attach(self, file: int, nbytes: int, handle: Any) -> Tensor:
         del file
         torch.cuda.init()
-        shared: Any = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]
-        storage = torch.UntypedStorage._new_shared_cuda(*shared)
-        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        flat = self._own.get(str(handle))  # CUDA opens no memory of its own process
+        if flat is None:
+            shared: Any = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]
+            storage = torch.UntypedStorage._new_shared_cuda(*shared)
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         copy = flat[:nbytes].clone()  # the writer's memory ends with the writer
-        torch.cuda.synchronize(storage.device)
+        torch.cuda.synchronize(flat.device)
         return copy
 
 

@@ -78,8 +78,10 @@ def token_advantages(
         counts = torch.bincount(places, minlength=len(rewards))[places]
         advantages, returns = _with_critic(algorithm.critic, per_token, values[index].double(), last, counts)
     else:
-        never = torch.zeros_like(last)[:, None]
-        returns = discounted_returns(per_token[:, None], terminated=last[:, None], truncated=never, gamma=1.0)[:, 0]
+        returns = rewards[places]  # all of it comes at the end
+        if token_rewards is not None:
+            never = torch.zeros_like(last)[:, None]
+            returns = discounted_returns(per_token[:, None], terminated=last[:, None], truncated=never, gamma=1.0)[:, 0]
         advantages = _with_baseline(algorithm, rewards, groups, places, per_token, returns)
     of_tokens = algorithm.baseline in ("batch", "critic") and algorithm.scale == "batch_std"
     if of_tokens or algorithm.advantage_norm == "batch":  # REINFORCE++, PPO, the second stage of AReaL

@@ -147,9 +147,10 @@ class _Sizes:
             wide += 2 * rows + 2 * kv + shape.heads
             numbers += rows * read("o_proj") + (rows + 2 * kv) * (shape.qk_norm is not None)
         else:
-            numbers += (rows + 2 * kv) + (rows + kv) + rows
+            turned = self.cuda and shape.qk_norm is None  # our kernel turns queries and keys where they lie
+            numbers += (rows + 2 * kv) + (rows + kv) * (not turned) + rows
             wide += shape.heads
-        eager = self.cuda or shape.activation is not None  # autograd's own gate keeps its nonlinear half too
+        eager = shape.activation is not None  # autograd's own gate keeps its nonlinear half too
         if shape.moe is None or shape.moe.shared_width:
             hidden = shape.hidden if shape.moe is None else shape.moe.shared_width
             numbers += (2 + eager + read("down_proj")) * hidden
