@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from small_lm import small_model
 from test_generate_engine import Listener, engine_of, prompt_of
 
-from palestra.generate.engine.batch import TURN, BatchRows
-from palestra.generate.engine.engine import PATIENCE
+from palestra.generate.engine.batch import PATIENCE, TURN, BatchRows
 from palestra.generate.engine.pages import PAGE, pages_for
 from palestra.generate.types import Request, Sampling, StopReason
 

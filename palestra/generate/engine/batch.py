@@ -204,6 +204,8 @@ def _integers(sample: Sample) -> tuple[int, ...]:
 TURN = 16
 """Samples of a request that start before the next request has its turn. A group of usual size starts together; a
 request for a thousand samples does not starve the others."""
+PATIENCE, FEW = 4, 4
+"""Bursts for which samples wait that are fewer than a FEW-th of those that run."""
 
 
 class Scheduler:
@@ -223,11 +225,19 @@ class Scheduler:
         self.rows: list[Sample] = []
         self.sharing: list[Sample] = []
         """Those that wait for the last page of another one's prompt."""
-        self._turn = 0
-        self._started = 0
-        self._admitted = 0
+        self._turn = self._started = self._admitted = self._waited = 0
         self._computing: set[int] = set()
         """Pages that can be matched, but are yet to be computed by the first sample that has them."""
+
+    def patient(self) -> bool:
+        """Whether those that wait, few beside those that run, wait for others, for `PATIENCE` bursts at most.
+
+        To launch a prefill takes the host as long for few as for many.
+        """
+        waiting = sum(job.request.n - job.started for job in self.waiting) + len(self.preempted)
+        few = 0 < waiting * FEW < len(self.rows) and not any(job.sink.streams for job in self.waiting)
+        self._waited = self._waited + 1 if few and self._waited < PATIENCE else 0
+        return self._waited > 0
 
     def admit(self, budget: int) -> list[Sample]:
         """Give rows and pages to waiting samples, while there are any and less than `budget` tokens are to be computed.

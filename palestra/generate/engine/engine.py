@@ -42,8 +42,6 @@ from palestra.lm.moe import multiplies_groups
 
 SCORED = 256
 """Tokens whose distributions `score` has in memory at a time."""
-PATIENCE, FEW = 4, 4
-"""On a GPU, samples that are fewer than a FEW-th of those that run wait for others for so many bursts at most."""
 
 __all__ = ["Engine", "EngineFailed", "PromptTooLong", "QueueFull"]
 
@@ -109,8 +107,6 @@ class Engine:
         self._in_flight: Burst | None = None
         """Started, and not yet delivered."""
         self._generated = self._prefilled = self._shared = self._preemptions = 0
-        self._waited = 0
-        """For how many bursts few samples have waited for others."""
 
     def _new_scheduler(self) -> Scheduler:
         # On the CPU memory is taken when it is first written: what is only remembered does not take all there is.
@@ -180,7 +176,8 @@ class Engine:
                 self._take_in()
                 if self._paused:
                     return False
-                admitted = [] if self._patient() else self._scheduler.admit(self.prefill_tokens)
+                patient = self._runner.ahead and self._scheduler.patient()
+                admitted = [] if patient else self._scheduler.admit(self.prefill_tokens)
                 for sample in admitted:
                     self._shared += sample.cached
                     if self.tokenizer is not None and sample.job.sink.streams and not sample.tokens:
@@ -315,15 +312,6 @@ class Engine:
         for job in aborted:
             if self._jobs.get(job.id) is job:
                 self._abort(job)
-
-    def _patient(self) -> bool:
-        """Whether those that wait go on waiting: to launch a prefill takes the host as long for few as for many."""
-        scheduler = self._scheduler
-        waiting = sum(job.request.n - job.started for job in scheduler.waiting) + len(scheduler.preempted)
-        few = self._runner.ahead and 0 < waiting * FEW < len(scheduler.rows)
-        few = few and not any(job.sink.streams for job in scheduler.waiting)  # somebody reads along
-        self._waited = self._waited + 1 if few and self._waited < PATIENCE else 0
-        return self._waited > 0
 
     def _refuse(self, job: EngineJob, error: UsageError) -> None:
         """End a request with an error of its own."""
