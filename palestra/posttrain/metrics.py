@@ -7,6 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain, compress
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -89,7 +90,8 @@ def _pass_rates(groups: Sequence[Group]) -> dict[str, float]:
 
 def _staleness(trained: Sequence, version: int) -> dict[str, float]:
     """How many versions the trained tokens are behind: mean, maximum and shares."""
-    ages = Counter(version - v for t in trained for v, sampled in zip(t.versions, t.loss_mask, strict=True) if sampled)
+    versions = Counter(chain.from_iterable(compress(t.versions, t.loss_mask) for t in trained))
+    ages = {version - sampled: count for sampled, count in versions.items()}
     tokens = sum(ages.values()) or 1
     mean = sum(age * count for age, count in ages.items()) / tokens
     row = {"staleness": mean, "staleness_max": float(max(ages, default=0))}

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 SECRET = re.compile(
@@ -50,6 +51,8 @@ PLACED = re.compile(
 PLACED_HINTS = ("https://", "Key=", "Signature=", "Password=", "Pwd=", "TOKEN", "KEY", "SECRET", "PASSWORD", "_STRING")
 """The same for `PLACED`."""
 NUMBERS = frozenset((int, float, bool))
+WORD = 48
+"""Shorter texts are remembered."""
 LONGEST_WORD = 8192
 """The most bytes without a space to hold back, as they may be half a URL."""
 
@@ -72,7 +75,7 @@ def redact(text: str, known: Iterable[str] | None = None) -> str:
     """The text without secrets; `known` are values to hide, by default those of the environment."""
     for secret in secrets() if known is None else known:
         text = text.replace(secret, REDACTED)
-    return _without_likely_secrets(text)
+    return _known_word(text) if len(text) < WORD else _without_likely_secrets(text)
 
 
 def redacted(value: Any, known: Sequence[str] | None = None) -> Any:
@@ -83,9 +86,16 @@ def redacted(value: Any, known: Sequence[str] | None = None) -> Any:
     if isinstance(value, Mapping):
         return {redacted(key, known): redacted(item, known) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        numbers = NUMBERS.issuperset(map(type, value))  # the tokens of a rollout: not one by one
-        return value if numbers else [redacted(item, known) for item in value]
+        return value if _numbers(value) else [redacted(item, known) for item in value]
     return value
+
+
+def _numbers(values: Sequence[Any]) -> bool:
+    """Whether there is nothing else, as in the tokens of a rollout: not one by one, but by what can be added."""
+    try:
+        return type(values[0]) in NUMBERS and type(sum(values)) in NUMBERS if values else True
+    except (TypeError, OverflowError):
+        return False
 
 
 def hidden(value: Any, path: str = "") -> list[str]:
@@ -105,6 +115,10 @@ def _without_likely_secrets(text: str) -> str:
     if "://" in text:
         text = ACCOUNT.sub(rf"\1{REDACTED}", PASSWORD.sub(rf"\1{REDACTED}", text))
     return QUERY.sub(_parameter, text) if "=" in text else text
+
+
+_known_word = lru_cache(4096)(_without_likely_secrets)
+"""For the names of fields, which are the same in every row."""
 
 
 def _parameter(match: re.Match[str]) -> str:
