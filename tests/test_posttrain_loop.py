@@ -228,6 +228,14 @@ def test_log_when_all_rewards_are_equal_says_why_nothing_is_learned(lab, task, a
     assert rows_of(run)[-1]["groups/no_variance"] == 1.0
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_run_whose_pool_drops_every_prompt_ends_with_what_it_has_learned(lab, staleness):
+    tasks = {**letters(size=12), "pool": {"low": 0.0, "high": 1.0, "drop": 0.0}}
+    run = lab.run(tasks=tasks, train__steps=20, rollout__staleness=staleness)
+    assert 3 <= rows_of(run)[-1]["step"] < 20
+    assert "every prompt of every task has reached the pass rate tasks.pool.drop" in log_of(run)
+
+
 def test_log_when_every_token_is_masked_says_that_the_gradient_is_zero(lab):
     run = lab.run(algorithm__truncated={"type": "mask"}, rollout__max_new_tokens=1, train__steps=1)
     assert "step 1: nothing is learned: the gradient is 0: every token is masked or clipped" in log_of(run)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -178,6 +178,7 @@ class PosttrainTrainer:
         if self._rollouts is not None:
             with span("record"):
                 self._rollouts.write(version, groups, filtered, batch)
+        self._overlap()  # the device generates while metrics are computed
         self.steps, self._groups, self._filtered = version, groups, filtered
         self.tokens += sum(t.sampled for group in [*groups, *filtered] for t in group.trajectories)
 
@@ -265,11 +266,12 @@ class PosttrainTrainer:
         return self.rollout.generator.work(seconds)
 
     def _overlap(self) -> None:
-        """Generate between micro-batches, if completions may be off-policy."""
+        """Generate beside the training, if completions may be off-policy."""
         if not self.ranks.first:
             return
         self._watchdog.progress()
         if self.spec.rollout.staleness > 0:
             self.rollout.executor.collect()
-            self.rollout.executor.admit()
+            with suppress(NothingLeft):  # the next step says so
+                self.rollout.executor.admit()
             self.rollout.generator.overlap()
