@@ -20,7 +20,7 @@ from palestra.generate.serve.listen import PromptHeaders, bound, hosts_of, uvico
 from palestra.generate.serve.openai import ApiError
 from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.gateway.chat import ToolChatBody
-from palestra.rollout.gateway.dialect import Body, Exchange
+from palestra.rollout.gateway.dialect import Body, Exchange, SessionEnded
 from palestra.rollout.gateway.messages import MessagesBody
 from palestra.rollout.gateway.responses import ResponsesBody
 from palestra.rollout.gateway.session import Session
@@ -92,7 +92,7 @@ class Sessions:
         if key in self.open:
             return self.open[key]
         if _digest(key) in self._over:
-            raise ApiError(410, "This session has ended: nothing can be added to it", code="session_ended")
+            raise SessionEnded
         session = self._unknown(key)
         if session is None:
             raise ApiError(401, "Incorrect or missing API key: the key is that of a session", code="invalid_api_key")
@@ -120,13 +120,6 @@ class Sessions:
 
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode("latin-1", "replace")).hexdigest()
-
-
-class SessionGate(gate.Gate):
-    """The gate of a server whose keys are sessions'."""
-
-    def _has_key(self, headers: Headers) -> bool:
-        return True  # `Sessions.find` refuses, with the reason
 
 
 def create_app(
@@ -190,8 +183,8 @@ def create_app(
         return Response("\n".join(lines) + "\n", media_type=gate.CONTENT_TYPE)
 
     gated = Middleware(
-        SessionGate,
-        api_key=None,
+        gate.Gate,
+        api_key=None,  # `Sessions.find` refuses, with the reason
         max_body_bytes=max_body_bytes,
         max_body_bytes_of={},
         allowed_hosts=allowed_hosts,
