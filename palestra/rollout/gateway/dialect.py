@@ -70,11 +70,6 @@ class Reply:
     text: str
     calls: tuple[Call, ...] = ()
 
-    @property
-    def message(self) -> Message:
-        """As chat templates read it."""
-        return spoken(self.text, self.calls)
-
 
 class Source(NamedTuple):
     """A generator, the event loop that it belongs to, and the group that its requests are of."""

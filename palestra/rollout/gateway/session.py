@@ -21,7 +21,7 @@ from palestra.generate.serve.openai import ApiError
 from palestra.generate.types import EDITS, Generation, Request, Sampling
 from palestra.rollout.episode import Transcript
 from palestra.rollout.gateway.calls import Format, format_of
-from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply, SessionEnded, Source
+from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply, SessionEnded, Source, spoken
 from palestra.rollout.types import Trajectory
 from palestra.rollout.workflows import following
 from palestra.tasks.task import Verdict
@@ -217,7 +217,7 @@ class Session:
     def _record(self, parent: Turn | None, exchange: Exchange, replies: list[Reply]) -> None:
         conversation, asked = exchange.conversation, exchange.request
         for reply in replies:
-            messages = (*conversation.messages, reply.message)
+            messages = (*conversation.messages, spoken(reply.text, reply.calls))
             turn = Turn(parent, asked.prompt, reply.generation, messages, exchange.id, asked.media)
             self.turns.append(turn)
             *_, digest = _digests(conversation, messages)
