@@ -27,6 +27,7 @@ from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Request, Sampling
 from palestra.lm.model import Transformer
+from palestra.rollout.gateway.dialect import Source
 from palestra.rollout.gateway.server import Gateway, new_key
 from palestra.rollout.gateway.session import Session
 from palestra.spec.shape import Shape
@@ -128,7 +129,14 @@ async def through_http(generator: LocalGenerator, gateway: Gateway, given: argpa
     async def opened(seed: int) -> Session:
         sampling = Sampling(max_new_tokens=given.new)
         session = Session(
-            new_key(), generator, TOKENIZER, context=2048, model="policy", sampling=sampling, seed=seed, format="json"
+            new_key(),
+            Source(generator),
+            TOKENIZER,
+            context=2048,
+            model="policy",
+            sampling=sampling,
+            seed=seed,
+            format="json",
         )
         gateway.sessions.add(session)
         return session

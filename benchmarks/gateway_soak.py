@@ -26,6 +26,7 @@ import psutil
 from palestra.data.tokenizers import Tokenizer
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Sampling
+from palestra.rollout.gateway.dialect import Source
 from palestra.rollout.gateway.server import Gateway, new_key
 from palestra.rollout.gateway.session import Session
 
@@ -120,7 +121,7 @@ class Soak:
     def _opened(self, sampling: Sampling | None = None) -> Session:
         async def opened() -> Session:
             settings: dict[str, Any] = {"context": CONTEXT, "model": "policy", "sampling": sampling, "format": "json"}
-            session = Session(new_key(), self.generator, self.tokenizer, **settings)
+            session = Session(new_key(), Source(self.generator), self.tokenizer, **settings)
             self.gateway.sessions.add(session)
             return session
 

@@ -12,6 +12,7 @@ from scripted_generator import Script, Scripted
 
 from palestra.data.tokenizers import Detokenizer, Tokenizer, character_tokenizer
 from palestra.generate.types import Chunk, Request, Sampling
+from palestra.rollout.gateway.dialect import Source
 from palestra.rollout.gateway.server import Gateway, new_key
 from palestra.rollout.gateway.session import Session
 
@@ -65,7 +66,7 @@ class Lab:
         async def opened() -> Session:
             options: dict[str, Any] = {"context": 4000, "model": "policy", "sampling": Sampling(), "seed": 5}
             options |= {"format": "hermes", **settings}
-            session = Session(new_key(), self.generator, self.generator.tokenizer, **options)
+            session = Session(new_key(), Source(self.generator), self.generator.tokenizer, **options)
             self.gateway.sessions.add(session)
             return session
 

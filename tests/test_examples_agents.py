@@ -133,7 +133,7 @@ def test_other_agents_learn_and_with_shuffled_rewards_do_not(folder, monkeypatch
     start = palestra.run(f"examples/agents/{kind}/sft.yaml", overrides=["seed=1000"], quiet=True)
     curves = []
     for control in ("null", "shuffled_rewards"):
-        changes = [f"model.init={start.path}", "seed=1001", f"control={control}", f"name={control}"]
+        changes = [f"model.init={start.path}", "seed=1001", f"control={control}", f"name=control_{control}"]
         rows = palestra.run(f"examples/agents/{kind}/rl.yaml", overrides=changes, quiet=True).metrics(1001)
         curves.append([row["eval/accuracy"] for row in rows if "eval/accuracy" in row])
     learned, control = curves

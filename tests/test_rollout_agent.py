@@ -135,7 +135,7 @@ async def begin():
 def end():
     worker = held[0]._workers[0]
     held[0].close()
-    while not worker._reading.done():
+    while not worker._calls._reading.done():
         time.sleep(0.01)
     held.clear()
     del worker

@@ -14,7 +14,7 @@ import pytest
 from gateway_lab import Lab, gateway_of, until
 
 from palestra.rollout.gateway import server
-from palestra.rollout.gateway.session import Limits, Session
+from palestra.rollout.gateway.session import Session
 
 
 def echo(prompt: str, sample: int) -> str:
@@ -126,7 +126,7 @@ def test_body_that_is_too_long_is_refused_before_it_is_read(lab):
 
 
 def test_limits_of_turns_and_tokens_refuse_what_is_beyond_and_mark_the_session(lab):
-    turns, tokens = lab.session(limits=Limits(turns=2)), lab.session(limits=Limits(tokens=4))
+    turns, tokens = lab.session(most_turns=2), lab.session(most_tokens=4)
     assert [call(lab, "/v1/chat/completions", CHAT, turns.key)[0] for _ in range(3)] == [200, 200, 400]
     assert call(lab, "/v1/chat/completions", CHAT, tokens.key)[0] == 200
     _, cut = call(lab, "/v1/chat/completions", CHAT, tokens.key)

@@ -16,6 +16,7 @@ from palestra.generate.types import Sampling
 from palestra.posttrain.batch import pack
 from palestra.rollout.episode import Starter
 from palestra.rollout.gateway.chat import ToolChatBody
+from palestra.rollout.gateway.dialect import Source
 from palestra.rollout.gateway.session import Session
 from palestra.rollout.records import RolloutRecord, group_state, load_group, scan, write
 from palestra.rollout.types import Group, Trajectory
@@ -96,7 +97,7 @@ def test_gateway_turn_with_a_second_image_continues_the_first() -> None:
         return ToolChatBody.model_validate({"messages": messages, "max_tokens": 4, "temperature": 1.0})
 
     async def talk(generator: LocalGenerator) -> list[Trajectory]:
-        session = Session("key", generator, TOKENIZER, context=96, model="tiny", seed=1)
+        session = Session("key", Source(generator), TOKENIZER, context=96, model="tiny", seed=1)
         messages = asked(data_url(PIXELS))
         for number in range(2):
             exchange = await session.exchange(body(messages).conversation(96), str(number), False)

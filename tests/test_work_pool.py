@@ -398,7 +398,7 @@ def test_orphans_guard_killed_too_worker_stuck_in_c_still_ends(tmp_path):
     from palestra.work.pool import Pool
     pool = Pool(1)
     task = pool.submit("test_work_tasks:stuck_with_child", Path({str(tmp_path / "pids")!r}))
-    Path({str(tmp_path / "guard")!r}).write_text(str(pool._guard.pid))
+    Path({str(tmp_path / "guard")!r}).write_text(str(pool._groups._guard.pid))
     task.result()
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=Path(__file__).parent)

@@ -38,6 +38,11 @@ MOST_PIXELS = 2**26
 MOST_ASPECT = 200
 """Longest side to shortest."""
 PREPROCESSOR = "preprocessor_config.json"
+PREPARED = {
+    **{"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": TIMES},
+    **{"image_mean": list(MEAN), "image_std": list(DEVIATION)},
+}
+"""How images become patches, as that file has it."""
 
 
 @dataclass(frozen=True)
@@ -62,25 +67,14 @@ class PixelLimits:
 
     def config(self) -> dict[str, Any]:
         """As transformers' preprocessor_config.json has it."""
-        return {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": "Qwen2_5_VLProcessor",
-            "min_pixels": self.least,
-            "max_pixels": self.most,
-            "patch_size": PATCH,
-            "merge_size": MERGE,
-            "temporal_patch_size": TIMES,
-            "image_mean": MEAN,
-            "image_std": DEVIATION,
-        }
+        kinds = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
+        return {**kinds, "min_pixels": self.least, "max_pixels": self.most, **PREPARED}
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> "PixelLimits":
         """Of a preprocessor_config.json; one that prepares images otherwise is refused."""
         size = config.get("size") or {}
-        expected = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": TIMES}
-        expected |= {"image_mean": list(MEAN), "image_std": list(DEVIATION), "resample": 3}
-        for key, only in expected.items():
+        for key, only in {**PREPARED, "resample": 3}.items():
             if config.get(key, only) != only:
                 raise UsageError(f"{where}: {key} = {config[key]!r}, and only {only!r} is supported")
         least = config.get("min_pixels") or size.get("shortest_edge") or cls.least
@@ -219,8 +213,11 @@ def data_of(url: str) -> bytes:
         raise UsageError(f"the data URL of an image is not valid base64: {error}") from error
 
 
-def read_image(data: bytes, limits: PixelLimits) -> Image:
-    """A PNG, JPEG, GIF, WebP or BMP file, resized; of an animation the first frame. Transparency becomes black."""
+def read_image(data: bytes, limits: PixelLimits | None) -> Image:
+    """A PNG, JPEG, GIF, WebP or BMP file, resized; of an animation the first frame. Transparency becomes black.
+
+    Without limits it is one that was resized before.
+    """
     from PIL import Image as Pillow  # with the extra `train`, as all that reads images
 
     try:
@@ -233,7 +230,9 @@ def read_image(data: bytes, limits: PixelLimits) -> Image:
         raise
     except Exception as error:  # decoders of formats have errors of all kinds
         raise UsageError(f"an image cannot be read ({type(error).__name__}: {error})") from error
-    size = limits.size(height, width)
+    if limits is None and (height % UNIT or width % UNIT or not height * width):
+        raise UsageError(f"an image of {width} × {height} pixels: expected multiples of {UNIT}, as it is stored")
+    size = (height, width) if limits is None else limits.size(height, width)
     if size != (height, width):
         rgb = rgb.resize((size[1], size[0]), Pillow.Resampling.BICUBIC)
     return Image(np.asarray(rgb, np.uint8))
@@ -254,15 +253,4 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 def placed(url: str, start: int) -> Image:
     """The image of a `data_url`, which is not resized."""
-    pixels = read_image(data_of(url), _ANY).pixels
-    return Image(pixels, start)
-
-
-class _Any(PixelLimits):
-    def size(self, height: int, width: int) -> tuple[int, int]:
-        if height % UNIT or width % UNIT or not height * width:
-            raise UsageError(f"an image of {width} × {height} pixels: expected multiples of {UNIT}, as it is stored")
-        return height, width
-
-
-_ANY = _Any()
+    return read_image(data_of(url), None).at(start)

@@ -150,6 +150,11 @@ class Task(ABC, Generic[GivenArgs]):
         problems = self.problems(name)
         return problems if rows is None else [problems[i] for i in range(len(problems))[rows]]
 
+    def check_split(self, split: str) -> None:
+        """Refuse the name of a split that there is not."""
+        if split not in self.splits:
+            raise UsageError(f"there is no split {split!r}; there are {' and '.join(map(repr, self.splits))}")
+
     @abstractmethod
     def verify(self, problem: Problem, completion: Completion) -> Verdict:
         """Whether a completion is correct."""

@@ -1,7 +1,6 @@
 """A program that this process starts: its output redacted in a log, its whole group ended even by a kill of us."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,8 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from palestra.errors import UsageError
-from palestra.work import guard, redact
+from palestra.work import redact
+from palestra.work.groups import Guarded
 
 END_SECONDS = 10.0  # for the program to end when asked to
 DRAIN_SECONDS = 5.0  # for its last output to be written
@@ -24,22 +24,21 @@ class Child(AbstractContextManager["Child"]):
         log.unlink(missing_ok=True)
         merged = {**os.environ, **(env or {})}
         script = {"start_new_session": True, "env": merged}
-        self._guard = subprocess.Popen(_python(guard.__file__, str(os.getpid())), stdin=subprocess.PIPE, **script)
+        self._groups = Guarded()
         read, write = os.pipe()
         try:
-            self._redacting = subprocess.Popen(_python(redact.__file__), stdin=read, **script)
+            redacting = [sys.executable, "-I", "-S", redact.__file__]
+            self._redacting = subprocess.Popen(redacting, stdin=read, **script)
             os.write(write, os.fsencode(log) + b"\0")
             output = {"stdin": subprocess.DEVNULL, "stdout": write, "stderr": write}
             self._process = subprocess.Popen(self.command, **output, **script)
         except OSError as error:
-            self._guard.communicate()
+            self._groups.close()
             raise UsageError(f"cannot start {self.command[0]}: {error.strerror or error}") from error
         finally:
             os.close(read)
             os.close(write)
-        assert self._guard.stdin is not None
-        self._guard.stdin.write(f"+{self._process.pid}\n".encode())
-        self._guard.stdin.flush()
+        self._groups.add(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -63,16 +62,11 @@ class Child(AbstractContextManager["Child"]):
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._groups.kill(self._process.pid)
         self._process.wait()
-        self._guard.communicate()
+        self._groups.close()
         self._drain()
 
     def _drain(self) -> None:
         with suppress(subprocess.TimeoutExpired):  # a child of it may still print
             self._redacting.wait(DRAIN_SECONDS)
-
-
-def _python(*script: str) -> list[str]:
-    return [sys.executable, "-I", "-S", *script]

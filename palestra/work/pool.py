@@ -8,8 +8,6 @@ a terminal reaches only the main process. Each is served by one thread here.
 import os
 import pickle
 import queue
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.errors import PalestraError
-from palestra.work import guard
+from palestra.work.groups import Guarded
 from palestra.work.process import DiedIdle, Process, TaskFailed, TaskTimeout, WorkerDied
 from palestra.work.worker import pack
 
@@ -126,12 +124,7 @@ class Pool(AbstractContextManager["Pool"]):
         self._waiting: queue.SimpleQueue[PoolTask | None] = queue.SimpleQueue()
         self._running: set[PoolTask] = set()
         self._closed = self._stopping = False
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
+        self._groups = Guarded()
         # A worker's parent-death signal fires when the thread that started it ends: these live as long as the pool.
         self._threads = [threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(workers)]
         for thread in self._threads:
@@ -208,12 +201,7 @@ class Pool(AbstractContextManager["Pool"]):
         """Wait until the workers of a closed pool have ended."""
         for thread in self._threads:
             thread.join()
-        self._guard.communicate()
-
-    def _tell_guard(self, line: str) -> None:
-        assert self._guard.stdin is not None
-        with suppress(BrokenPipeError):  # a killed guard: the workers' parent-death signal remains
-            self._guard.stdin.write(f"{line}\n".encode())
+        self._groups.close()
 
     def _serve(self) -> None:
         """Run one task after another in one worker, which is replaced when it is gone."""
@@ -246,4 +234,4 @@ class Pool(AbstractContextManager["Pool"]):
             return process
         if process is not None:
             process.end(ask=False)
-        return Process(self._env, self._tell_guard)
+        return Process(self._env, self._groups)

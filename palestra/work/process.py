@@ -11,11 +11,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from palestra.errors import PalestraError
+from palestra.work.groups import Guarded
 from palestra.work.worker import Failure
 
 LOAD_SECONDS = 60.0  # for starting a worker and importing what the task needs, before its own timeout starts
@@ -66,7 +66,7 @@ class DiedIdle(Exception):
 class Process:
     """One worker process, in a session and process group of its own."""
 
-    def __init__(self, env: dict[str, str], tell_guard: Callable[[str], None]) -> None:
+    def __init__(self, env: dict[str, str], groups: Guarded) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             argument = json.dumps([theirs.fileno(), os.getpid(), list(map(str, sys.path))])
@@ -82,8 +82,8 @@ class Process:
         self._readable.register(self._connection.fileno(), select.POLLIN)
         self._killed = self._awake = False
         self.heard = time.monotonic()  # the last sign of life
-        self._tell_guard = tell_guard
-        tell_guard(f"+{self._process.pid}")
+        self._groups = groups
+        groups.add(self._process.pid)
 
     def alive(self) -> bool:
         """Whether the worker can take a task."""
@@ -144,7 +144,7 @@ class Process:
                 self._process.wait(END_SECONDS)
         self.kill()
         self._process.wait()
-        self._tell_guard(f"-{self._process.pid}")
+        self._groups.forget(self._process.pid)
         self._connection.close()
 
 

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from palestra.data.mixture import stream_key
 from palestra.errors import UsageError
-from palestra.generate.types import Generation, StopReason
+from palestra.generate.types import GROUP, Generation, StopReason
 from palestra.rollout.agents.programs import ProgramFailed, Programs, make_programs
 from palestra.rollout.episode import Episode, Transcript, Workflow
+from palestra.rollout.gateway.dialect import Source
 from palestra.rollout.gateway.server import Gateway, new_key
-from palestra.rollout.gateway.session import FromLoop, Limits, Session
+from palestra.rollout.gateway.session import Session
 from palestra.rollout.types import Trajectory
 from palestra.spec.imports import load_named
 from palestra.spec.kinds.posttrain import AgentSpec
@@ -87,18 +88,15 @@ class AgentRunner:
 
     def start(self, episode: Episode, sample: int) -> "asyncio.Future[list[Trajectory]]":
         """Play one sample of an episode, whose generator and verifier are asked in the loop that calls this."""
-        source = FromLoop(episode.generator, asyncio.get_running_loop())
-        play = self._play(episode, sample, source, asyncio.get_running_loop())
-        return asyncio.wrap_future(self.gateway.thread.start(play))
+        source = Source(episode.generator, asyncio.get_running_loop(), GROUP.get())
+        return asyncio.wrap_future(self.gateway.thread.start(self._play(episode, sample, source)))
 
     def close(self) -> None:
         if self._gateway is not None and self._programs is not None:
             self._programs.close()
             self._gateway.close()
 
-    async def _play(
-        self, episode: Episode, sample: int, source: FromLoop, loop: asyncio.AbstractEventLoop
-    ) -> list[Trajectory]:
+    async def _play(self, episode: Episode, sample: int, source: Source) -> list[Trajectory]:
         spec, gateway = self.spec, self.gateway
         assert self._slots is not None
         assert self._programs is not None
@@ -112,7 +110,8 @@ class AgentRunner:
                 model=MODEL,
                 sampling=episode.sampling,
                 seed=stream_key(episode.seed, "agent", sample),
-                limits=Limits(spec.turns, spec.tokens),
+                most_turns=spec.turns,
+                most_tokens=spec.tokens,
                 format=None if spec.calls == "auto" else spec.calls,
             )
             gateway.sessions.add(session)
@@ -130,7 +129,7 @@ class AgentRunner:
                     failure = Verdict(0.0, Status.ERROR, note=str(error))
             finally:
                 gateway.sessions.end(session, "closed")
-        return await self._scored(episode, session, session.answer or answer, failure, loop)
+        return await self._scored(episode, session, session.answer or answer, failure, source)
 
     async def _ended(self, session: Session, problem: Problem) -> tuple[Outcome, str | None]:
         """How the agent ended, and its answer."""
@@ -160,7 +159,7 @@ class AgentRunner:
         session: Session,
         answer: str | None,
         failure: Verdict | None,
-        loop: asyncio.AbstractEventLoop,
+        source: Source,
     ) -> list[Trajectory]:
         """The rows of an episode, with the verdict and the reward."""
         last, posted = session.last, session.reward
@@ -176,8 +175,9 @@ class AgentRunner:
         else:
             text = last.messages[-1]["content"] if answer is None else answer
             final: Generation = replace(last.generation, text=text)
+            assert source.loop is not None
             judge: Coroutine[Any, Any, Verdict] = episode.verdict(final, last.prompt)
-            verdict = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(judge, loop))
+            verdict = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(judge, source.loop))
         counts = {"requests": len(session.turns), "forks": session.forks, "retokenized": session.retokenized}
         parts = {**verdict.parts, **({} if posted is None else {"program": posted}), **counts}
         verdict = replace(verdict, parts={name: float(value) for name, value in parts.items()})

@@ -5,11 +5,12 @@ sampled, and its reward is posted as the program's.
 """
 
 import asyncio
-import itertools
 import json
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
+
+from palestra.rollout.agents.lines import LineCalls
 
 EPISODES = 1000  # of one player: theirs keeps a client for every address and key
 _players: dict[tuple[str, ...], "Player"] = {}
@@ -41,44 +42,32 @@ class Player:
     """A process that plays many episodes at once. It ends when this process does: its input closes."""
 
     def __init__(self, command: Sequence[str]):
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._started = asyncio.ensure_future(self._start(command))
-        self._process: asyncio.subprocess.Process | None = None
-        self.used = False
+        self._command, self._plays = command, 0
+        self._calls = LineCalls(self._started(), self._gone)
+
+    @property
+    def used(self) -> bool:
         """Whether another should take its place."""
+        return self._plays >= EPISODES or self._calls.ended
 
     async def play(self, number: int, url: str, key: str) -> float:
         """The reward of one episode of the task of this number."""
-        id = next(self._numbers)
-        self.used = self.used or id + 1 >= EPISODES
-        process = await asyncio.shield(self._started)
-        self._waiting[id] = done = asyncio.get_running_loop().create_future()
-        assert process.stdin is not None
-        process.stdin.write(json.dumps({"id": id, "number": number, "url": url, "key": key}).encode() + b"\n")
+        self._plays += 1
         try:
-            result = await done
+            result = await self._calls({"number": number, "url": url, "key": key})
         finally:
-            del self._waiting[id]
-            if self.used and not self._waiting:
-                process.stdin.close()
+            if self.used and not self._calls.waiting:
+                await self._calls.close()
         if "error" in result:
             raise PlayerFailed(result["error"])
         return float(result["reward"])
 
-    async def _start(self, command: Sequence[str]) -> asyncio.subprocess.Process:
+    async def _started(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-        process = await asyncio.create_subprocess_exec(*command, **pipes)
-        self._reading = asyncio.create_task(self._read(process))
-        return process
+        self._process = await asyncio.create_subprocess_exec(*self._command, **pipes)
+        assert self._process.stdout is not None
+        assert self._process.stdin is not None
+        return self._process.stdout, self._process.stdin
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        while line := await process.stdout.readline():
-            result = json.loads(line)
-            if (done := self._waiting.get(result["id"])) is not None and not done.done():
-                done.set_result(result)
-        self.used = True
-        for done in self._waiting.values():
-            if not done.done():
-                done.set_exception(PlayerFailed(f"the player of verifiers ended with {await process.wait()}"))
+    async def _gone(self) -> Exception:
+        return PlayerFailed(f"the player of verifiers ended with {await self._process.wait()}")

@@ -4,17 +4,17 @@ import asyncio
 import inspect
 import json
 import socket
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+from palestra.rollout.agents.lines import LONGEST_LINE
 from palestra.spec.imports import load_named
 
 
 async def work(connection: socket.socket, function: Callable[..., Any]) -> None:
     """Run what each line asks for, and answer with lines, until the connection closes."""
-    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 26)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
     running: dict[int, asyncio.Task[None]] = {}
 
     async def run(job: dict[str, Any]) -> None:
@@ -54,7 +54,3 @@ def main(descriptor: int, name: str) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(False)
     loop.run_until_complete(work(connection, function))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

@@ -31,6 +31,12 @@ class Call:
     """JSON, as the model wrote it."""
     id: str = ""
 
+    @classmethod
+    def of(cls, name: Any, arguments: Any, id: Any = "") -> "Call":
+        """One whose arguments may be JSON or an object."""
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return cls(str(name), written, str(id))
+
     @property
     def input(self) -> Any:
         """The arguments as an object; as a text where they are not JSON."""
@@ -121,9 +127,8 @@ def _parsed(text: str, format: Format) -> Iterator[Call]:
             place += len(text[place:]) - len(text[place:].lstrip(" ;\n"))
     except ValueError:
         return
-    calls = [_call(one) for one in found]
-    if all(calls):
-        yield from (call for call in calls if call is not None)
+    calls = [call for one in found if (call := _call(one)) is not None]
+    yield from calls if len(calls) == len(found) else ()
 
 
 def _call(value: Any) -> Call | None:
@@ -131,5 +136,4 @@ def _call(value: Any) -> Call | None:
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return Call(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    return Call.of(value["name"], value.get("arguments", value.get("parameters", {})))

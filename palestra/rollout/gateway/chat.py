@@ -13,7 +13,7 @@ from palestra.generate.serve.openai import Reply as ChatReply
 from palestra.generate.types import Result
 from palestra.rollout.gateway import dialect
 from palestra.rollout.gateway.calls import Call
-from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply, called, text_of, tool, with_calls
+from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply, spoken, text_of, tool
 
 
 class Named(BaseModel):
@@ -47,14 +47,11 @@ class ToolMessage(BaseModel):
 
     def message(self) -> Message:
         """For the chat template."""
-        role = "system" if self.role == "developer" else self.role
-        message: Message = {"role": role, "content": self._content()}
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        made = [
-            called(call.id, call.function["name"], call.function.get("arguments")) for call in self.tool_calls or ()
-        ]
-        return next(with_calls([message, *made]))
+        if self.role == "assistant":
+            calls = [(one.function["name"], one.function.get("arguments"), one.id) for one in self.tool_calls or ()]
+            return spoken(self._content(), [Call.of(*call) for call in calls])
+        message = {"role": "system" if self.role == "developer" else self.role, "content": self._content()}
+        return message | ({} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id})
 
     def _content(self) -> str | list[dict[str, Any]]:
         """Text, or parts where there are images among them."""
@@ -93,19 +90,16 @@ class ToolChatBody(ChatBody):
         answer, tokens, counts = self._reply(exchange), 0, [0] * self.n
         for data in answer.opening():
             yield event(data)
-        async for piece in exchange.pieces():
-            index, tokens = piece.chunk.index, tokens + len(piece.chunk.tokens)
-            part = answer.part(0, replace(piece.chunk, text=piece.text))
-            if part is None and not piece.calls:
+        async for chunk, calls in exchange.pieces():
+            index, tokens = chunk.index, tokens + len(chunk.tokens)
+            part = answer.part(0, chunk if chunk.text or not calls else replace(chunk, text=" "))
+            if part is None:
                 continue
-            part = part or answer.part(0, replace(piece.chunk, text=" "))
-            assert part is not None
             (choice,) = part["choices"]
-            if piece.calls:
-                before = counts[index]
-                counts[index] += len(piece.calls)
-                calls = [{"index": before + place, **_call(one)} for place, one in enumerate(piece.calls)]
-                choice["delta"] = ({"content": piece.text} if piece.text else {}) | {"tool_calls": calls}
+            if calls:
+                called = [{"index": place, **_call(one)} for place, one in enumerate(calls, counts[index])]
+                counts[index] += len(calls)
+                choice["delta"] = ({"content": chunk.text} if chunk.text else {}) | {"tool_calls": called}
             if counts[index] and choice["finish_reason"] is not None:
                 choice["finish_reason"] = "tool_calls"
             yield event(part)

@@ -3,17 +3,27 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol
 
 from palestra.data.tokenizers import Detokenizer, Tokenizer
 from palestra.generate.serve.gate import event
 from palestra.generate.serve.openai import ApiError
-from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
+from palestra.generate.types import GROUP, Chunk, Generation, Generator, Request, Sampling, StopReason
 from palestra.rollout.gateway.calls import Call, CallReader, Format, with_ids
 
 Message = dict[str, Any]
+JOINED = ("tokens", "logprobs", "versions", "top")
+"""What of a generation its chunks have in pieces."""
+
+
+class SessionEnded(ApiError):
+    """The refusal of what comes too late."""
+
+    def __init__(self) -> None:
+        super().__init__(410, "This session has ended: nothing can be added to it", code="session_ended")
 
 
 @dataclass(frozen=True)
@@ -60,23 +70,14 @@ class Reply:
     text: str
     calls: tuple[Call, ...] = ()
 
-    @property
-    def message(self) -> Message:
-        """As chat templates read it."""
-        calls = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.input}}
-            for call in self.calls
-        ]
-        return {"role": "assistant", "content": self.text} | ({"tool_calls": calls} if calls else {})
 
+class Source(NamedTuple):
+    """A generator, the event loop that it belongs to, and the group that its requests are of."""
 
-@dataclass(frozen=True)
-class Piece:
-    """What a chunk of a stream adds to a reply."""
-
-    chunk: Chunk
-    text: str
-    calls: tuple[Call, ...]
+    generator: Generator
+    loop: asyncio.AbstractEventLoop | None = None
+    """None: the gateway's."""
+    group: int | None = None
 
 
 class Exchange:
@@ -86,41 +87,69 @@ class Exchange:
         self,
         conversation: Conversation,
         request: Request,
+        source: Source,
+        record: Callable[["Exchange", list[Reply]], None],
         *,
         mark: str,
         model: str,
         tokenizer: Tokenizer,
         format: Format | None,
     ):
-        """`mark` is what ids of calls are made of; `format` that of tool calls, None where there are no tools."""
+        """`record` takes the replies before anyone sees them. `mark` is what ids of calls are made of; `format` that of
+        tool calls, None where there are no tools."""
         self.conversation, self.request, self.mark, self.model = conversation, request, mark, model
         self.id, self.created = uuid.uuid4().hex, int(time.time())
         self.tokenizer, self._format = tokenizer, format
-        self.task: asyncio.Task[list[Reply]] | None = None
-        """Ends with the replies; set by who starts it."""
         self._chunks: list[Chunk] = []
         self._more = asyncio.Event()
-
-    def add(self, chunk: Chunk) -> None:
-        """A chunk of the engine."""
-        self._chunks.append(chunk)
-        self._more.set()
+        self.task = asyncio.create_task(self._sample(source, record))
 
     async def replies(self) -> list[Reply]:
         """All replies. Cancelling the wait does not cancel the exchange."""
-        assert self.task is not None
         await asyncio.wait({self.task})
-        return self._made()
-
-    def _made(self) -> list[Reply]:
-        assert self.task is not None
         if self.task.cancelled():
-            raise ApiError(410, "This session has ended: nothing can be added to it", code="session_ended")
+            raise SessionEnded
         return self.task.result()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """The replies as they come; for one who joins late, from the beginning."""
-        assert self.task is not None
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended without replies."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+    async def _sample(self, source: Source, record: Callable[["Exchange", list[Reply]], None]) -> list[Reply]:
+        here = asyncio.get_running_loop()
+
+        async def there() -> Sequence[Generation]:
+            GROUP.set(source.group)
+            if not self.conversation.stream:
+                return (await source.generator.generate(self.request)).generations
+            async with aclosing(source.generator.stream(self.request)) as chunks:
+                async for chunk in chunks:
+                    here.call_soon_threadsafe(self._add, chunk)
+            return ()
+
+        made = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), source.loop or here))
+        if self.conversation.stream:
+            made = [self._joined(index) for index in range(self.request.n)]
+        read = [_Reader(self, index).read(one.tokens, one.text or "", ended=True) for index, one in enumerate(made)]
+        replies = [Reply(one, *said) for one, said in zip(made, read, strict=True)]
+        record(self, replies)
+        return replies
+
+    def _add(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+        self._more.set()
+
+    def _joined(self, index: int) -> Generation:
+        chunks = [chunk for chunk in self._chunks if chunk.index == index]
+        joined: dict[str, Any] = {
+            name: tuple(one for chunk in chunks for one in getattr(chunk, name)) for name in JOINED
+        }
+        text, reason = "".join(chunk.text for chunk in chunks), chunks[-1].stop_reason if chunks else None
+        return Generation(**joined, text=text, stop_reason=reason or StopReason.ABORT)
+
+    async def pieces(self) -> AsyncIterator[tuple[Chunk, tuple[Call, ...]]]:
+        """The replies as they come, as chunks with the text that is said, and calls; also for one who joins late."""
         readers = [_Reader(self, index) for index in range(self.request.n)]
         place = 0
         self.task.add_done_callback(lambda _: self._more.set())
@@ -128,22 +157,23 @@ class Exchange:
             while place < len(self._chunks):
                 chunk = self._chunks[place]
                 place += 1
-                yield readers[chunk.index].read(chunk)
+                said, calls = readers[chunk.index].read(chunk.tokens, chunk.text, chunk.stop_reason is not None)
+                yield replace(chunk, text=said), calls
             if not self.task.done():
                 self._more.clear()
                 await self._more.wait()
-        self._made()
+        await self.replies()
 
     async def blocks(self) -> AsyncIterator[tuple[Literal["open", "text", "close", "call"], int, Any]]:
         """The one reply as blocks, each with its place: a text opens, grows and closes, a call comes whole."""
         place, text = 0, ""
-        async for piece in self.pieces():
-            if piece.text:
+        async for chunk, calls in self.pieces():
+            if chunk.text:
                 if not text:
                     yield "open", place, ""
-                yield "text", place, piece.text
-                text += piece.text
-            for call in piece.calls:
+                yield "text", place, chunk.text
+                text += chunk.text
+            for call in calls:
                 if text:
                     yield "close", place, text
                     place, text = place + 1, ""
@@ -151,23 +181,6 @@ class Exchange:
                 place += 1
         if text:
             yield "close", place, text
-
-    def result(self) -> Result:
-        """The generations of a stream that has ended."""
-        made: list[Generation] = []
-        for index in range(self.request.n):
-            chunks = [chunk for chunk in self._chunks if chunk.index == index]
-            joined: dict[str, Any] = {name: _joined(chunks, name) for name in ("tokens", "logprobs", "versions", "top")}
-            text, reason = "".join(chunk.text for chunk in chunks), chunks[-1].stop_reason if chunks else None
-            made.append(Generation(**joined, text=text, stop_reason=reason or StopReason.ABORT))
-        return Result(self.id, self.request.prompt, tuple(made))
-
-    def reply(self, index: int, generation: Generation) -> Reply:
-        """A generation as a message."""
-        fields = {name: getattr(generation, name) for name in ("tokens", "logprobs", "versions", "top")}
-        whole = Chunk(index, **fields, text=generation.text or "", stop_reason=generation.stop_reason)
-        piece = _Reader(self, index).read(whole)
-        return Reply(generation, piece.text, piece.calls)
 
     def usage(self, replies: Sequence[Reply]) -> tuple[int, int]:
         """Tokens of the prompt and of the replies."""
@@ -184,28 +197,21 @@ class _Reader:
         # What lies before a stop string only the engine knows.
         self._plain = self._reader is None or bool(exchange.request.sampling.stop)
 
-    def read(self, chunk: Chunk) -> Piece:
-        ended = chunk.stop_reason is not None
-        if self._plain:
-            text = chunk.text
-        else:
-            tokens = chunk.tokens
+    def read(self, tokens: Sequence[int], text: str, ended: bool) -> tuple[str, tuple[Call, ...]]:
+        """What the next tokens say, and what they call."""
+        if not self._plain:
             if ended and tokens and tokens[-1] in self._exchange.tokenizer.special_ids:
                 tokens = tokens[:-1]  # the end of the turn
             text = self._text.push(tokens) + (self._text.finish() if ended else "")
         if self._reader is None:
-            return Piece(chunk, text, ())
+            return text, ()
         said, calls = self._reader.push(text)
         if ended:
             last, more = self._reader.finish()
             said, calls = said + last, calls + more
         named = with_ids(calls, self._exchange.mark, self._index, self._calls)
         self._calls += len(calls)
-        return Piece(chunk, said, tuple(named))
-
-
-def _joined(chunks: Sequence[Chunk], name: str) -> tuple[Any, ...]:
-    return tuple(entry for chunk in chunks for entry in getattr(chunk, name))
+        return said, tuple(named)
 
 
 def check_choice(choice: Any) -> None:
@@ -232,27 +238,10 @@ def text_of(content: Any, *kinds: str) -> str:
     return "\n".join(texts)
 
 
-def with_calls(messages: Sequence[Message]) -> Iterator[Message]:
-    """The messages with neighboring turns of the assistant (a text, then calls) as one."""
-    last: Message | None = None
-    for message in messages:
-        if last is not None and last["role"] == message["role"] == "assistant" and "tool_calls" in message:
-            calls = [*last.get("tool_calls", []), *message["tool_calls"]]
-            last = {**last, "content": last["content"] + message["content"], "tool_calls": calls}
-            continue
-        if last is not None:
-            yield last
-        last = message
-    if last is not None:
-        yield last
-
-
-def called(id: str, name: str, arguments: Any) -> Message:
-    """An assistant's call, as chat templates read it."""
-    if isinstance(arguments, str):
-        arguments = Call(name, arguments).input
-    call = {"type": "function", "id": id, "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+def spoken(content: Any, calls: Sequence[Call] = ()) -> Message:
+    """A message of the assistant, as chat templates read it."""
+    made = [{"type": "function", "id": one.id, "function": {"name": one.name, "arguments": one.input}} for one in calls]
+    return {"role": "assistant", "content": content} | ({"tool_calls": made} if made else {})
 
 
 def tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from palestra.generate import client as wire
 from palestra.generate.types import Generation, Sampling, StopReason
 from palestra.rollout.gateway import dialect
-from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply, called, named_event, text_of
+from palestra.rollout.gateway.calls import Call
+from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply, named_event, spoken, text_of
 
 FINISH = {StopReason.EOS: "end_turn", StopReason.STOP: "stop_sequence", StopReason.LENGTH: "max_tokens"}
 
@@ -33,11 +34,11 @@ class Turn(BaseModel):
             yield {"role": self.role, "content": self.content}
             return
         texts: list[dict[str, Any]] = []
-        calls: list[Message] = []
+        calls: list[Call] = []
         for block in self.content:
             match block.get("type"), self.role:
                 case "tool_use", "assistant":
-                    calls.append(called(str(block.get("id")), str(block.get("name")), block.get("input")))
+                    calls.append(Call.of(block.get("name"), block.get("input"), block.get("id")))
                 case "tool_result", "user":
                     content = text_of(block.get("content"), "text")
                     yield {"role": "tool", "content": content, "tool_call_id": str(block.get("tool_use_id"))}
@@ -46,7 +47,7 @@ class Turn(BaseModel):
                 case _:
                     texts.append(block)
         if texts or calls:
-            yield from dialect.with_calls([{"role": self.role, "content": text_of(texts, "text")}, *calls])
+            yield {**spoken(text_of(texts, "text"), calls), "role": self.role}
 
 
 class MessagesBody(BaseModel):

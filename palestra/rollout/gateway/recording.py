@@ -10,6 +10,7 @@ from palestra.errors import UsageError
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.serve import gate, listen
+from palestra.rollout.gateway.dialect import Source
 from palestra.rollout.gateway.server import Sessions, create_app
 from palestra.rollout.gateway.session import Session, Turn
 from palestra.rollout.records import FILE, RolloutRecord, write
@@ -82,7 +83,7 @@ def serve_sessions(
             allowed = api_key is None or hmac.compare_digest(prefix, api_key.encode())
             if not key or not allowed or len(sessions.open) >= max_concurrent:
                 return None
-            return Session(key, generator, tokenizer, context=engine.context, model=name)
+            return Session(key, Source(generator), tokenizer, context=engine.context, model=name)
 
         sessions = Sessions(idle_seconds=IDLE_SECONDS, unknown=opened, ended=recorder)
         most = max_body_bytes or gate.most_bytes(engine.model.shape.vision is not None)

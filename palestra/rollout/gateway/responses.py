@@ -1,6 +1,6 @@
 """OpenAI's Responses with function calls."""
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -11,8 +11,10 @@ from palestra.generate.serve.openai import ApiError
 from palestra.generate.types import Sampling, StopReason
 from palestra.rollout.gateway import dialect
 from palestra.rollout.gateway.calls import Call
-from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply, called, named_event, text_of
+from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply, named_event, spoken, text_of
 
+SAID_AGAIN = {"instructions", "max_output_tokens", "previous_response_id", "temperature", "tools", "top_p"}
+"""Of a request, in its response."""
 TEXTS = ("input_text", "output_text", "text")
 
 
@@ -44,7 +46,7 @@ class ResponsesBody(BaseModel):
             tools.append(dialect.tool(one["name"], one.get("description"), one.get("parameters")))
         start = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        messages = dialect.with_calls([*start, *(message for item in items for message in _message(item))])
+        messages = _joined([*start, *(message for item in items for message in _message(item))])
         sampling = Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -105,23 +107,10 @@ class ResponsesBody(BaseModel):
         yield send("incomplete" if response["status"] == "incomplete" else "completed", response=response)
 
     def _head(self, exchange: Exchange) -> dict[str, Any]:
-        return {
-            "id": f"resp_{exchange.id}",
-            "object": "response",
-            "created_at": exchange.created,
-            "model": exchange.model,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": self.instructions,
-            "metadata": {},
-            "parallel_tool_calls": True,
-            "previous_response_id": self.previous_response_id,
-            "temperature": self.temperature,
-            "tool_choice": self.tool_choice or "auto",
-            "tools": self.tools,
-            "top_p": self.top_p,
-            "max_output_tokens": self.max_output_tokens,
-        }
+        made = {"id": f"resp_{exchange.id}", "created_at": exchange.created, "model": exchange.model}
+        fixed = {"object": "response", "error": None, "incomplete_details": None, "metadata": {}}
+        choice = {"tool_choice": self.tool_choice or "auto", "parallel_tool_calls": True}
+        return made | fixed | choice | self.model_dump(include=SAID_AGAIN)
 
 
 def _message(item: dict[str, Any]) -> Iterator[Message]:
@@ -134,7 +123,7 @@ def _message(item: dict[str, Any]) -> Iterator[Message]:
             role = "system" if role == "developer" else role
             yield {"role": role, "content": text_of(item.get("content"), *TEXTS)}
         case "function_call":
-            yield called(str(item.get("call_id")), str(item.get("name")), item.get("arguments"))
+            yield spoken("", [Call.of(item.get("name"), item.get("arguments"), item.get("call_id"))])
         case "function_call_output":
             content = text_of(item.get("output"), *TEXTS)
             yield {"role": "tool", "content": content, "tool_call_id": str(item.get("call_id"))}
@@ -142,6 +131,18 @@ def _message(item: dict[str, Any]) -> Iterator[Message]:
             return
         case kind:
             raise ApiError(400, f"input: an item of type {kind!r} is not supported")
+
+
+def _joined(messages: Iterable[Message]) -> list[Message]:
+    """The messages with neighboring turns of the assistant (a text, then calls) as one."""
+    made: list[Message] = []
+    for message in messages:
+        if made and made[-1]["role"] == "assistant" and "tool_calls" in message:
+            calls = [*made[-1].get("tool_calls", ()), *message["tool_calls"]]
+            made[-1] = {**made[-1], "tool_calls": calls}
+        else:
+            made.append(message)
+    return made
 
 
 def _text_item(exchange: Exchange, text: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -16,11 +17,11 @@ from pydantic import Field
 from palestra.errors import MissingExtra
 from palestra.generate.client import StrictBody
 from palestra.generate.serve import gate
-from palestra.generate.serve.listen import PromptHeaders, bound, hosts_of, uvicorn_config
+from palestra.generate.serve.listen import PromptHeaders, bound, uvicorn_config
 from palestra.generate.serve.openai import ApiError
 from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.gateway.chat import ToolChatBody
-from palestra.rollout.gateway.dialect import Body, Exchange
+from palestra.rollout.gateway.dialect import Body, Exchange, SessionEnded
 from palestra.rollout.gateway.messages import MessagesBody
 from palestra.rollout.gateway.responses import ResponsesBody
 from palestra.rollout.gateway.session import Session
@@ -48,10 +49,13 @@ REMEMBERED = 4096
 REAP_SECONDS = 1.0
 
 
+Reward = Annotated[float, Field(strict=False, allow_inf_nan=False)]
+
+
 class RewardBody(StrictBody):
     """`POST /reward`."""
 
-    reward: Annotated[float, Field(strict=False, allow_inf_nan=False)]
+    reward: Reward
 
 
 class EndBody(StrictBody):
@@ -59,7 +63,7 @@ class EndBody(StrictBody):
 
     answer: str | None = None
     """What the verifier gets instead of the last message."""
-    reward: Annotated[float, Field(strict=False, allow_inf_nan=False)] | None = None
+    reward: Reward | None = None
 
 
 def new_key() -> str:
@@ -92,7 +96,7 @@ class Sessions:
         if key in self.open:
             return self.open[key]
         if _digest(key) in self._over:
-            raise ApiError(410, "This session has ended: nothing can be added to it", code="session_ended")
+            raise SessionEnded
         session = self._unknown(key)
         if session is None:
             raise ApiError(401, "Incorrect or missing API key: the key is that of a session", code="invalid_api_key")
@@ -120,13 +124,6 @@ class Sessions:
 
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode("latin-1", "replace")).hexdigest()
-
-
-class SessionGate(gate.Gate):
-    """The gate of a server whose keys are sessions'."""
-
-    def _has_key(self, headers: Headers) -> bool:
-        return True  # `Sessions.find` refuses, with the reason
 
 
 def create_app(
@@ -179,25 +176,19 @@ def create_app(
     async def explain(http: Request, error: Exception) -> Response:
         return _refusal(http.url.path, gate.explained(error))
 
-    counters = (
-        gate.Counter("palestra_gateway_requests_total", "HTTP requests by path and status.", ("path", "status")),
-        gate.Histogram("palestra_gateway_seconds", "From the request to its last byte.", ("path",)),
-    )
+    about = "HTTP requests by path and status."
+    counters: dict[str, Any] = {
+        "requests": gate.Counter("palestra_gateway_requests_total", about, ("path", "status")),
+        "seconds": gate.Histogram("palestra_gateway_seconds", "From the request to its last byte.", ("path",)),
+    }
 
     async def metrics(_: Request) -> Response:
-        lines = [line for part in counters for line in part.lines()]
+        lines = [line for part in counters.values() for line in part.lines()]
         lines += gate.gauges("palestra_gateway_", {"sessions": float(len(sessions.open))}, "In the gateway now")
         return Response("\n".join(lines) + "\n", media_type=gate.CONTENT_TYPE)
 
-    gated = Middleware(
-        SessionGate,
-        api_key=None,
-        max_body_bytes=max_body_bytes,
-        max_body_bytes_of={},
-        allowed_hosts=allowed_hosts,
-        requests=counters[0],
-        seconds=counters[1],
-    )
+    limits = {"max_body_bytes": max_body_bytes, "max_body_bytes_of": {}, "allowed_hosts": allowed_hosts}
+    gated = Middleware(gate.Gate, api_key=None, **limits, **counters)  # `Sessions.find` refuses, with the reason
     return Starlette(
         routes=[
             *(Route(path, answer, methods=["POST"]) for path in BODIES),
@@ -221,14 +212,8 @@ async def _delivered(body: Body, exchange: Exchange, session: Session) -> Any:
 
 
 def _status(session: Session) -> dict[str, Any]:
-    return {
-        "turns": len(session.turns),
-        "tokens": session.sampled,
-        "forks": session.forks,
-        "retokenized": session.retokenized,
-        "reward": session.reward,
-        "ended": session.ended,
-    }
+    counts = {"turns": len(session.turns), "tokens": session.sampled, "forks": session.forks}
+    return {**counts, "retokenized": session.retokenized, "reward": session.reward, "ended": session.ended}
 
 
 def _read(cls: Any, raw: bytes) -> Any:
@@ -250,24 +235,19 @@ def _refusal(path: str, error: ApiError) -> Response:
 class Gateway:
     """The server in a thread of its own, beside the loops whose generators it asks."""
 
-    def __init__(self, *, model: str, host: str = "127.0.0.1", port: int = 0, idle_seconds: float):
+    def __init__(self, *, model: str, port: int = 0, idle_seconds: float):
         self.sessions = Sessions(idle_seconds=idle_seconds)
-        self._socket: socket.socket = bound(host, port)
-        address = self._socket.getsockname()
-        self.url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{address[1]}"
-        app = create_app(self.sessions, model=model, allowed_hosts=hosts_of(host))
-        self._server = uvicorn.Server(uvicorn_config(app))
+        self._socket: socket.socket = bound("127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn_config(create_app(self.sessions, model=model)))
         self.thread = LoopThread("gateway")
         self._serving = self.thread.start(self._server.serve(sockets=[self._socket]))
         self.thread.start(self.sessions.reap())
 
     async def listen(self, listening: socket.socket) -> asyncio.Server:
         """Serve another socket too, as one of another network namespace; in the gateway's loop. Close it when done."""
-        state = self._server.server_state
-
-        def protocol() -> PromptHeaders:
-            return PromptHeaders(config=self._server.config, server_state=state, app_state={})
-
+        config, state = self._server.config, self._server.server_state
+        protocol = partial(PromptHeaders, config=config, server_state=state, app_state={})
         return await asyncio.get_running_loop().create_server(protocol, sock=listening)
 
     def close(self) -> None:

@@ -5,10 +5,12 @@ import hashlib
 import json
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from functools import partial
+from itertools import takewhile
+from typing import Any, Literal
 
 from palestra.data.chat import encode_after, encode_chat
 from palestra.data.media import Image
@@ -16,10 +18,10 @@ from palestra.data.mixture import stream_key
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.generate.serve.openai import ApiError
-from palestra.generate.types import EDITS, GROUP, Chunk, Generation, Generator, Request, Result, Sampling
+from palestra.generate.types import EDITS, Generation, Request, Sampling
 from palestra.rollout.episode import Transcript
 from palestra.rollout.gateway.calls import Format, format_of
-from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply
+from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply, SessionEnded, Source, spoken
 from palestra.rollout.types import Trajectory
 from palestra.rollout.workflows import following
 from palestra.tasks.task import Verdict
@@ -41,7 +43,6 @@ class Turn:
     generation: Generation
     messages: tuple[Message, ...]
     """The conversation up to and with this turn."""
-    tools: tuple[Mapping[str, Any], ...]
     response: str
     """The id of the response it was sent with."""
     media: tuple[Image, ...] = ()
@@ -53,23 +54,6 @@ class Turn:
     def tokens(self) -> tuple[int, ...]:
         """All that the next prompt must begin with."""
         return self.prompt + self.generation.tokens
-
-
-class Source(Protocol):
-    """The half of a `Generator` that a session needs."""
-
-    async def generate(self, request: Request) -> Result: ...
-
-    def stream(self, request: Request) -> AsyncGenerator[Chunk, None]: ...
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a session may use; None is no limit."""
-
-    turns: int | None = None
-    tokens: int | None = None
-    """Sampled tokens of all turns."""
 
 
 class Session:
@@ -85,13 +69,15 @@ class Session:
         model: str,
         sampling: Sampling | None = None,
         seed: int | None = None,
-        limits: Limits | None = None,
+        most_turns: int | None = None,
+        most_tokens: int | None = None,
         format: Format | None = None,
     ):
         """With `sampling` its temperature and length are those of every request, as training must know them; without,
-        the client's own. With `seed` all samples depend on it and on the prompts alone."""
+        the client's own. With `seed` all samples depend on it and on the prompts alone. `most_tokens` are sampled ones
+        of all turns."""
         self.key, self.tokenizer, self.context, self.model = key, tokenizer, context, model
-        self.limits = limits or Limits()
+        self._most_turns, self._most_tokens = most_turns, most_tokens
         self.turns: list[Turn] = []
         self.reward: float | None = None
         self.answer: str | None = None
@@ -130,16 +116,12 @@ class Session:
         """Branches beyond the first."""
         return max(0, len(self.branches()) - 1)
 
-    def check_open(self) -> None:
-        """Refuse a call once the session has ended."""
-        if self.ended is not None:
-            raise ApiError(410, "This session has ended: nothing can be added to it", code="session_ended")
-
     async def exchange(self, conversation: Conversation, body: str, retry: bool) -> Exchange:
         """Send a request to the engine. One that an SDK sends again, with the same body, is not sampled again."""
-        self.check_open()
+        if self.ended is not None:
+            raise SessionEnded
         self.used = time.monotonic()
-        if retry and (before := self._exchanges.get(body)) is not None and not _failed(before):
+        if retry and (before := self._exchanges.get(body)) is not None and not before.failed:
             return before
         if len(self._running) >= AT_ONCE:
             raise ApiError(429, f"This session already has {AT_ONCE} requests in flight", kind="rate_limit_error")
@@ -169,7 +151,7 @@ class Session:
         self, conversation: Conversation
     ) -> tuple[Conversation, Turn | None, tuple[int, ...], tuple[Image, ...]]:
         """The whole conversation, the turn that it continues, its prompt, and the images in it."""
-        messages, root = list(conversation.messages), _root(conversation)
+        messages = list(conversation.messages)
         if conversation.previous is not None:
             earlier = next((turn for turn in self.turns if turn.response == conversation.previous), None)
             if earlier is None:
@@ -180,7 +162,7 @@ class Session:
             messages = [*before, *messages]
             conversation = replace(conversation, messages=tuple(messages), previous=None)
         parent, place = None, 0
-        for index, digest in enumerate(_digests(root, messages), 1):
+        for index, digest in enumerate(_digests(conversation, messages), 1):
             if digest in self._known and index < len(messages):
                 parent, place = self._known[digest], index
         if conversation.characters > LONG:
@@ -188,9 +170,8 @@ class Session:
         else:
             parent, prompt, media = _encoded(self.tokenizer, conversation, parent, place)
         if parent is not None:
-            before = parent.tokens
-            same = next((i for i, pair in enumerate(zip(before, prompt, strict=False)) if pair[0] != pair[1]), None)
-            self.retokenized += len(before) - min(len(before) if same is None else same, len(prompt))
+            alike = takewhile(lambda pair: pair[0] == pair[1], zip(parent.tokens, prompt, strict=False))
+            self.retokenized += len(parent.tokens) - sum(1 for _ in alike)
         return conversation, parent, prompt, media
 
     def _started(
@@ -203,10 +184,10 @@ class Session:
             message = f"the prompt has {len(prompt)} tokens, and the context is {self.context}"
             raise ApiError(400, message, code="context_length_exceeded")
         left = min(room, asked.max_new_tokens, room if fixed is None else fixed.max_new_tokens)
-        if self.limits.tokens is not None:
-            left = min(left, self.limits.tokens - self.sampled)
+        if self._most_tokens is not None:
+            left = min(left, self._most_tokens - self.sampled)
         turns = len(self.turns) + len(self._running) + conversation.n
-        if left < 1 or (self.limits.turns is not None and turns > self.limits.turns):
+        if left < 1 or (self._most_turns is not None and turns > self._most_turns):
             self.limited = True
             raise ApiError(400, "This session has used all its turns or tokens", code="session_limit")
         said = repr(prompt).encode() + b"".join(image.digest for image in media)
@@ -222,35 +203,25 @@ class Session:
         exchange = Exchange(
             conversation,
             Request(prompt, sampling, conversation.n, media=media),
+            self._source,
+            partial(self._record, parent),
             mark=f"{mark} {number}",
             model=self.model,
             tokenizer=self.tokenizer,
             format=self._format if conversation.tools else None,
         )
-        exchange.task = asyncio.create_task(self._sample(exchange, parent))
         self._running.add(exchange.task)
         exchange.task.add_done_callback(self._settle)
         return exchange
 
-    async def _sample(self, exchange: Exchange, parent: Turn | None) -> list[Reply]:
-        conversation, root = exchange.conversation, _root(exchange.conversation)
-        if conversation.stream:
-            async with aclosing(self._source.stream(exchange.request)) as chunks:
-                async for chunk in chunks:
-                    exchange.add(chunk)
-            result = exchange.result()
-        else:
-            result = await self._source.generate(exchange.request)
-        replies = [exchange.reply(index, made) for index, made in enumerate(result.generations)]
+    def _record(self, parent: Turn | None, exchange: Exchange, replies: list[Reply]) -> None:
+        conversation, asked = exchange.conversation, exchange.request
         for reply in replies:
-            messages = (*conversation.messages, reply.message)
-            asked = exchange.request
-            known = (messages, conversation.tools, exchange.id, asked.media)
-            turn = Turn(parent, asked.prompt, reply.generation, *known)
+            messages = (*conversation.messages, spoken(reply.text, reply.calls))
+            turn = Turn(parent, asked.prompt, reply.generation, messages, exchange.id, asked.media)
             self.turns.append(turn)
-            *_, digest = _digests(root, messages)
+            *_, digest = _digests(conversation, messages)
             self._known.setdefault(digest, turn)
-        return replies
 
     def _settle(self, task: "asyncio.Task[list[Reply]]") -> None:
         self._running.discard(task)
@@ -295,18 +266,10 @@ def _path(leaf: Turn) -> Iterator[Turn]:
     yield leaf
 
 
-def _failed(exchange: Exchange) -> bool:
-    task = exchange.task
-    return task is None or (task.done() and (task.cancelled() or task.exception() is not None))
-
-
-def _root(conversation: Conversation) -> bytes:
-    return json.dumps([conversation.tools, conversation.variables], sort_keys=True, default=str).encode()
-
-
-def _digests(root: bytes, messages: Any) -> Iterator[bytes]:
+def _digests(conversation: Conversation, messages: Iterable[Message]) -> Iterator[bytes]:
     """A digest of each beginning of a conversation. Ids of calls do not matter, nor what a client leaves out."""
-    digest = hashlib.blake2b(root).digest()
+    given = json.dumps([conversation.tools, conversation.variables], sort_keys=True, default=str)
+    digest = hashlib.blake2b(given.encode()).digest()
     for message in messages:
         calls = [[one["function"]["name"], one["function"]["arguments"]] for one in message.get("tool_calls", ())]
         text = json.dumps([message["role"], message["content"], calls], sort_keys=True)
@@ -333,38 +296,3 @@ def _encoded(
     settings: dict[str, Any] = {"add_generation_prompt": True, "tools": tools, **conversation.variables}
     encoded = encode_chat(tokenizer, messages, **settings)
     return None, tuple(encoded.tokens), encoded.images
-
-
-class FromLoop:
-    """A generator that belongs to another event loop, with that loop's group."""
-
-    def __init__(self, generator: Generator, loop: asyncio.AbstractEventLoop):
-        self._generator, self._loop, self._group = generator, loop, GROUP.get()
-
-    async def generate(self, request: Request) -> Result:
-        async def there() -> Result:
-            GROUP.set(self._group)
-            return await self._generator.generate(request)
-
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), self._loop))
-
-    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        here, queue = asyncio.get_running_loop(), asyncio.Queue[Chunk | None]()
-        put: Callable[[Chunk | None], Any] = lambda chunk: here.call_soon_threadsafe(queue.put_nowait, chunk)  # noqa: E731
-
-        async def there() -> None:
-            GROUP.set(self._group)
-            try:
-                async with aclosing(self._generator.stream(request)) as chunks:
-                    async for chunk in chunks:
-                        put(chunk)
-            finally:
-                put(None)
-
-        running = asyncio.run_coroutine_threadsafe(there(), self._loop)
-        try:
-            while (chunk := await queue.get()) is not None:
-                yield chunk
-            await asyncio.wrap_future(running)
-        finally:
-            running.cancel()

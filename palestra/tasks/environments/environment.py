@@ -19,6 +19,8 @@ from palestra.tasks.task import Completion, Problem, Task, TaskArgs, Verdict
 SELF, RANDOM = "self", "random"
 ROW = "environment"
 """The field of a problem's row with everything that the workflow needs."""
+PLAYED = {"config", "instruction", "opponent", "success", "unfinished", "sparse"}
+"""Of its args."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,7 @@ class EnvironmentTask(Task[EnvironmentArgs]):
 
     def problems(self, split: str) -> Sequence[Problem]:
         """One episode for each seed."""
-        if split not in self.splits:
-            raise UsageError(f"there is no split {split!r}; there are 'train' and 'test'")
+        self.check_split(split)
         return [self._problem(split, number) for number in range(self.args.size)]
 
     def verify(self, problem: Problem, completion: Completion) -> Verdict:
@@ -125,18 +126,8 @@ class EnvironmentTask(Task[EnvironmentArgs]):
 
     def _problem(self, split: str, number: int) -> Problem:
         args = self.args
-        seed = stream_key(args.seed, "environment", split, number) % 2**31
-        row = {
-            "name": f"{self.source}:{args.environment}",
-            "config": args.config,
-            "seed": seed,
-            "number": number,
-            "instruction": args.instruction,
-            "opponent": args.opponent,
-            "success": args.success,
-            "unfinished": args.unfinished,
-            "sparse": args.sparse,
-        }
+        row = {"name": f"{self.source}:{args.environment}", "number": number, **args.model_dump(include=PLAYED)}
+        row["seed"] = stream_key(args.seed, "environment", split, number) % 2**31
         text = args.instruction or "\n"  # which every tokenizer that can play knows; the workflow has the real prompt
         prompt = text if args.format == "plain" else ({"role": "user", "content": text},)
         return Problem(self.id(split, number), prompt, {ROW: row})

@@ -86,11 +86,10 @@ class TextEnv:
         return f"Actions: {space.low.size} numbers from {_numbers(space.low.min())} to {_numbers(space.high.max())}."
 
     def _text(self, observation: Any) -> str:
-        if self._env.render_mode == "ansi":
-            return re.sub(
-                r"\x1b\[[\d;]*m(.)\x1b\[0m", r"[\1]", str(self._env.render())
-            ).strip()  # a color marks a place
-        return _numbers(observation)
+        if self._env.render_mode != "ansi":
+            return _numbers(observation)
+        # A color marks a place.
+        return re.sub(r"\x1b\[[\d;]*m(.)\x1b\[0m", r"[\1]", str(self._env.render())).strip()
 
     def _parsed(self, action: str) -> Any:
         import numpy as np

@@ -97,15 +97,12 @@ class Game:
         except Exception as error:
             if isinstance(error, TaskFailed) and error.exit_code == UsageError.exit_code:
                 raise UsageError(error.message) from error
-            late = isinstance(error, (TaskTimeout, TimeoutError))
-            why = f"took longer than {seconds:g} s for a turn and was ended" if late else f"failed: {_reason(error)}"
-            raise EnvironmentFailed(f"{name} {why}") from error
-
-
-def _reason(error: Exception) -> str:
-    return (
-        f"{error.type_name}: {error.message}" if isinstance(error, TaskFailed) else f"{type(error).__name__}: {error}"
-    )
+            if isinstance(error, (TaskTimeout, TimeoutError)):
+                raise EnvironmentFailed(f"{name} took longer than {seconds:g} s for a turn and was ended") from error
+            kind, why = type(error).__name__, str(error)
+            if isinstance(error, TaskFailed):
+                kind, why = error.type_name, error.message
+            raise EnvironmentFailed(f"{name} failed: {kind}: {why}") from error
 
 
 class Live:

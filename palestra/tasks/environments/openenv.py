@@ -19,7 +19,6 @@ from palestra.tasks.task import Problem
 SECONDS = 600.0  # after which a server that says nothing is given up, unless the workflow has done so before
 INVALID, FULL = "VALIDATION_ERROR", "CAPACITY_REACHED"
 ROTATION = itertools.count()  # over the servers of a package
-URL = re.compile(r"https?://")
 
 
 class OpenEnv(EnvironmentTask):
@@ -62,11 +61,9 @@ class Client:
     def _connect(self) -> None:
         from websockets.sync.client import connect
 
-        url = (
-            self._where
-            if URL.match(self._where)
-            else address(self._where, self._python, next(ROTATION) % self._servers)
-        )
+        url = self._where
+        if not re.match("https?://", url):
+            url = address(url, self._python, next(ROTATION) % self._servers)
         try:
             with urlopen(f"{url}/schema", timeout=30) as answer:
                 self._action = json.load(answer).get("action", {})
@@ -132,8 +129,7 @@ class Client:
         return Turn(text, {0: float(data.get("reward") or 0.0)}, bool(data.get("done")))
 
     def _listed(self) -> str:
-        asked = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
-        answer = self._ask("mcp", asked)
+        answer = self._ask("mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}})
         if answer.get("error"):
             raise PalestraError(f"the server has no list of tools: {answer['error'].get('message')}")
         tools = answer["result"]["tools"]

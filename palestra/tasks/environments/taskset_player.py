@@ -3,7 +3,7 @@
     python taskset_player.py '{"taskset": {"id": "my_taskset"}}' 100 [list]
 
 Without `list` every line of the input is {"id", "number", "url", "key"}: the task to play with the model behind that
-address; the line of the answer is {"id", "reward"} or {"id", "error"}. The input's end ends it.
+address; the line of the answer is {"id", "reward"} or {"id", "error"}. The input's end ends it. {"cancel"} is ignored.
 """
 
 import asyncio
@@ -38,8 +38,10 @@ async def main(block: dict[str, Any], size: int, only_list: bool) -> None:
 
     async with environment.serving():
         while line := await lines.readline():
-            playing.add(task := asyncio.create_task(answer(json.loads(line))))
-            task.add_done_callback(playing.discard)
+            job = json.loads(line)
+            if "cancel" not in job:  # one that is given up ends by itself: its session has ended
+                playing.add(task := asyncio.create_task(answer(job)))
+                task.add_done_callback(playing.discard)
         await asyncio.gather(*playing)
 
 

@@ -42,8 +42,7 @@ class Verifiers(Task[VerifiersArgs]):
     workflow, named = "agent", "taskset"
 
     def problems(self, split: str) -> Sequence[Problem]:
-        if split not in self.splits:
-            raise UsageError(f"there is no split {split!r}; there are 'train' and 'test'")
+        self.check_split(split)
         args = self.args
         block = {**args.config, "taskset": {**args.config.get("taskset", {}), "id": args.taskset}}
         command = args.python, "-P", str(PLAYER), json.dumps(block), str(args.size)

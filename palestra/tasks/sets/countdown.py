@@ -72,8 +72,7 @@ class Countdown(Task[CountdownArgs]):
 
     def problems(self, split: str) -> Sequence[Problem]:
         """Distinct puzzles, all of them solvable."""
-        if split not in self.splits:
-            raise UsageError(f"there is no split {split!r}; there are 'train' and 'test'")
+        self.check_split(split)
         args = self.args
         setting = (args.numbers, args.largest, args.target, "".join(args.operations), args.use_all)
         random = Random(stream_key(0, "countdown", split, *setting))

@@ -73,8 +73,7 @@ class ReasoningGym(Task[ReasoningGymArgs]):
 
     def problems(self, split: str) -> Sequence[Problem]:
         """The different problems of a split."""
-        if split not in self.splits:
-            raise UsageError(f"there is no split {split!r}; there are 'train' and 'test'")
+        self.check_split(split)
         problems: dict[str, Problem] = {}
         for entry in _entries(self.args.task, self.args.seed, self.args.size, json.dumps(self.args.config)):
             digest = blake2b(entry["question"].encode(), digest_size=8)

@@ -140,8 +140,7 @@ class Enumerated(Sequence[Problem]):
     """One split of all problems of a task, in an order that mixes its forms; a problem is made when it is read."""
 
     def __init__(self, task: Generated, split: str):
-        if split not in task.splits:
-            raise UsageError(f"there is no split {split!r}; there are 'train' and 'test'")
+        task.check_split(split)
         self._task, self._split, self._forms = task, split, task.forms()
         self._number = {form.name: number for number, form in enumerate(self._forms)}
         self._skipped = [form.held_out if split == "train" else 0 for form in self._forms]
