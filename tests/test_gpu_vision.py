@@ -12,9 +12,11 @@ from palestra.data.media import Image
 from palestra.generate.engine.engine import Engine
 from palestra.generate.types import Request, Sampling
 from palestra.lm.batch import Batch, forward, score
+from palestra.lm.engine import compile_for_training
 from palestra.lm.head import logits
 from palestra.lm.model import Transformer
 from palestra.rl.kl import k3
+from palestra.spec.lm import ComputeSpec
 from palestra.spec.shape import Shape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -164,8 +166,7 @@ def test_packed_scores_and_gradients_in_bf16_are_near_fp32_on_the_cpu():
 def test_compiled_blocks_score_and_learn_as_plain_ones():
     """As training on a GPU compiles them: batches with images and without come in turns."""
     plain, compiled = make().to(DEVICE), make().to(DEVICE)
-    for block in compiled.layers:
-        block.compile()
+    compile_for_training(compiled, ComputeSpec(steps=1, compile="on"), torch.device(DEVICE))
     for seed in range(3):
         made = [row for row in rows(seed) if bool(row[1]) is (seed != 1)]
         batch = Batch.pack([tokens for tokens, _ in made], images=[images for _, images in made]).to(DEVICE)
