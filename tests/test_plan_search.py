@@ -331,7 +331,7 @@ def test_a_run_to_measure_takes_what_it_is_told_to_take(tmp_path):
     assert known["new"] == pytest.approx(found.length, rel=0.25)
     assert found.step >= found.spans["rollout"] + found.spans["train"] > 0.0
     assert 50e6 < found.peak < 2e9
-    with pytest.raises(PalestraError, match=r"a run to measure ended with 2: .*no_such"):
+    with pytest.raises(PalestraError, match=r"a run to measure ended with 1 after 0 steps: .*no_such"):
         measured({**spec, "no_such": 1}, tmp_path / "bad")
 
 

@@ -1,5 +1,6 @@
 """`palestra plan --calibrate`: prices of work on this machine, from kernels, decode steps and short runs."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -54,6 +55,8 @@ def calibrated(tell: Callable[[str], None], *, kind: str | None = None) -> Devic
     for number, case in enumerate(CASES[kind], 1):
         for phase, work, seconds in (*_trained(case, cuda, number % 2 == 0), *_generated(case, cuda)):
             samples[phase].append((work, seconds))
+        gc.collect()  # models and their caches; some refer to themselves
+        torch.cuda.empty_cache()
         tell(f"kernels {number}/{len(CASES[kind])}")
     tensor = torch.ones(2**24, device="cuda" if cuda else "cpu")
     copied = tensor.nbytes / _best(tensor.clone, cuda)
@@ -123,6 +126,7 @@ def _trained(case: Case, cuda: bool, ragged: bool) -> Iterator[tuple[str, Work, 
     from palestra.lm.ranks import Ranks
     from palestra.spec.lm import AdamWSpec
 
+    torch.backends.cuda.enable_cudnn_sdp(not ragged)  # as post-training does
     model = _model(case, cuda)
     optimizer = Optimizer(model, AdamWSpec(name="adamw"), 10)
     engine = TrainEngine(model, optimizer, Ranks(), micro_tokens=16384, flops_per_token=1.0)
@@ -150,7 +154,8 @@ def _generated(case: Case, cuda: bool) -> Iterator[tuple[str, Work, float]]:
     from palestra.generate.types import Request, Sampling
 
     model, used, (*_, vocab, rows, length) = _model(case, cuda), 2 if cuda else 4, case
-    engine = Engine(model, eos=frozenset(), device="cuda" if cuda else "cpu", max_running=rows)
+    place, context = "cuda" if cuda else "cpu", length + DECODED + 1
+    engine = Engine(model, eos=frozenset(), device=place, context=context, max_running=rows)
     generator = torch.Generator().manual_seed(0)  # no prompt is like one before
 
     def seconds(new: int) -> float:
