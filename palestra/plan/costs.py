@@ -154,6 +154,7 @@ class Sampling(NamedTuple):
     start: float  # seconds of a prompt, which all completions of a group share
     slots: int  # rows at once
     parts: Phase  # of a decode step with all rows that there are
+    weights: float  # bytes
     needed: float  # bytes of weights and of the rows' keys and values
 
 
@@ -182,7 +183,8 @@ def sampling(job: Job, pool: Pool, rows: float, *, tensor: int = 1, room: float 
     prompt = Work(flops * job.prompt, job.prompt * traffic(shape, used) / tensor, 0.0, 1.0, 0.0)
     parts = Phase.of(fixed.plus(row.times(slots)), wait + wire * slots)
     needed = weights + slots * keys * (job.prompt + job.new)
-    return Sampling(sum(fixed) + wait, sum(row) + wire, device.seconds("prefill", prompt), slots, parts, needed)
+    start = device.seconds("prefill", prompt)
+    return Sampling(sum(fixed) + wait, sum(row) + wire, start, slots, parts, weights, needed)
 
 
 def publish(job: Job, layout: Layout, pool: Pool, generators: int, tensor: int = 1) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import ceil, exp, inf, log, sqrt
+from math import ceil, exp, log, sqrt
 from typing import Any
 
 from palestra.errors import UsageError
@@ -60,34 +60,29 @@ class Plan:
         rollout, sample, device = self.job.rollout, self.sample, self.pool.device
         if rollout is None or sample is None:
             return None
-        timed = [cadence.seconds for cadence in rollout.every.checkpoint if cadence.is_time]
+        processes, apart = self.layout.processes, bool(self.generators)
         return Loop(
-            prompts=rollout.train.prompts_per_step,
-            group=rollout.rollout.group,
-            staleness=rollout.rollout.staleness,
+            **{"prompts": rollout.train.prompts_per_step, "group": rollout.rollout.group},
+            **{"staleness": rollout.rollout.staleness, "running": rollout.rollout.running},
+            **{"mean": self.job.new, "spread": self.job.spread, "longest": rollout.rollout.max_new_tokens},
+            **{"slots": sample.slots, "base": sample.base, "each": sample.each, "burst": 8 if device.cpu else 16},
+            **{"verify": self.job.verify, "verifiers": self.verifiers},
+            start=sample.start + device.seconds("apart", Work(rows=rollout.rollout.group * apart)),
             train=self.trained_in,
+            complete=device.seconds("complete", Work(rows=1.0)),
             publish=self.publish + device.seconds("complete", Work(steps=1.0)),
             fetch=min(self.publish, 1.0),
             generators=max(1, self.generators),
-            slots=sample.slots,
-            base=sample.base,
-            each=sample.each,
-            start=sample.start + device.seconds("apart", Work(rows=rollout.rollout.group * bool(self.generators))),
-            mean=self.job.new,
-            spread=self.job.spread,
-            longest=rollout.rollout.max_new_tokens,
-            burst=8 if device.cpu else 16,
-            verify=self.job.verify,
-            verifiers=self.verifiers,
-            complete=device.seconds("complete", Work(rows=1.0)),
-            together=not self.generators or self.on <= self.layout.processes,
-            cores=max(1.0, self.on / self.tensor) if self.generators else inf,
-            trainers=self.layout.processes if self.on > self.layout.processes else 0,
-            running=rollout.rollout.running,
+            devices=self.on / self.tensor if apart else 1.0,
+            trainers=processes / self.tensor if apart else 1.0,
             unevenness=0.0 if device.cpu else UNEVENNESS,
-            restart=RESTART,
-            repeat=min(timed, default=600.0) / 2,
+            **{"restart": RESTART, "repeat": self.repeat},
         )
+
+    @property
+    def repeat(self) -> float:
+        """Seconds that a trainer does again after a failure: half of those between two checkpoints."""
+        return min((each.seconds for each in self.job.spec.every.checkpoint if each.is_time), default=600.0) / 2
 
     @cached_property
     def estimate(self) -> float:
@@ -123,9 +118,8 @@ class Plan:
     def lost(self) -> float:
         """Share of the time that failures cost: how often, by how late one makes the steps of a simulation."""
         each, loop = self.job.mtbf * 3600, self.loop
-        if loop is None or self.outcome is None:
-            timed = [cadence.seconds for cadence in self.job.spec.every.checkpoint if cadence.is_time]
-            return min(0.9, self.layout.processes / each * (RESTART + min(timed, default=600.0) / 2))
+        if loop is None:
+            return min(0.9, self.layout.processes / each * (RESTART + self.repeat))
         small, lost = scaled(loop), 0.0
         when, steps = 1.5 * self.step, STEPS * (1 + loop.staleness)
         for who, count in ((TRAINER, self.layout.processes), (0, small.generators * self.tensor)):
@@ -156,15 +150,10 @@ def scaled(loop: Loop) -> Loop:
     """Fewer generators and prompts, with as many rows on each and as many steps between them."""
     most = min(loop.generators, max(1, loop.prompts * loop.group // SIMULATED))
     factor = next(f for f in range(most, 0, -1) if loop.generators % f == 0 and loop.prompts % f == 0)
-    return replace(
-        loop,
-        generators=loop.generators // factor,
-        prompts=loop.prompts // factor,
-        verifiers=max(1, loop.verifiers // factor),
-        complete=loop.complete * factor,
-        running=None if loop.running is None else max(1, loop.running // factor),
-        cores=inf if factor > 1 else loop.cores,
-    )
+    fewer: dict[str, Any] = {name: getattr(loop, name) // factor for name in ("generators", "prompts")}
+    fewer |= {name: max(1, getattr(loop, name) // factor) for name in ("verifiers", "running") if getattr(loop, name)}
+    fewer |= {"devices": loop.devices / factor, "trainers": loop.trainers / factor}
+    return replace(loop, **fewer, complete=loop.complete * factor)
 
 
 class Search:
