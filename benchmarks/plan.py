@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from palestra.errors import PalestraError, UsageError
@@ -36,6 +37,8 @@ from palestra.spec.load import load
 from palestra.spec.shape import MoESpec, Shape
 
 DOCS = Path(__file__).parent.parent / "docs"
+CHATML = 21
+"""Tokens around question and answer of a conversation."""
 ENOUGH = 200
 """Seconds after which `gpu` begins no other run: it must end in four minutes."""
 
@@ -100,10 +103,25 @@ GPU_SPECS: dict[str, dict[str, Any]] = {
 }
 
 
+def prepared(folder: Path, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """A spec whose files are in the folder; conversations of which no two are alike: what is alike is computed once."""
+    if given.get("kind") != "sft":
+        return small(folder, **given)
+    spec, known = small(folder, **given | {"kind": "pretrain"})
+    random, file = Random(0), folder / "chat.jsonl"
+    turns = {"user": 20, "assistant": given["context"] - 20 - CHATML}
+    letters = [chr(code) for code in range(32, 123)]
+    with file.open("w") as out:
+        for _ in range(400):
+            said = {role: "".join(random.choices(letters, k=size)) for role, size in turns.items()}
+            out.write(json.dumps({"messages": [{"role": role, "content": said[role]} for role in turns]}) + "\n")
+    return spec | {"kind": "sft", "data": spec["data"] | {"train": {"texts": {"path": str(file)}}}}, known
+
+
 def predict(names: Iterable[str], specs: dict[str, dict[str, Any]], pool: Pool) -> None:
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            spec, known = small(Path(folder), **specs[name])
+            spec, known = prepared(Path(folder), specs[name])
             plan = Search(open_job(load(spec).spec, known=known), pool).written()
         assert plan is not None
         # On a GPU the process itself is not in what torch has allocated.
@@ -115,11 +133,10 @@ def predict(names: Iterable[str], specs: dict[str, dict[str, Any]], pool: Pool) 
 def measure(names: Iterable[str], specs: dict[str, dict[str, Any]]) -> None:
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            spec, _ = small(Path(folder), **specs[name])
+            spec, _ = prepared(Path(folder), specs[name])
             run = measured(spec, Path(folder))
         spans = {key: round(run.spans[key], 4) for key in ("rollout", "train", "publish") if key in run.spans}
-        row = {"spec": name, "step_s": round(run.step, 4), "processor_s": round(run.processor, 4)}
-        row |= {"peak_bytes": round(run.peak), "spans": spans}
+        row = {"spec": name, "step_s": round(run.step, 4), "peak_bytes": round(run.peak), "spans": spans}
         print(json.dumps({**row, "machine": platform.machine()}, ensure_ascii=False), flush=True)
 
 

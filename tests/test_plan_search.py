@@ -29,7 +29,7 @@ from palestra.plan.devices import (
 from palestra.plan.job import Job, open_job
 from palestra.plan.measure import measured, small
 from palestra.plan.report import binds
-from palestra.plan.search import ROOM, Search, scaled
+from palestra.plan.search import ROOM, Plan, Search, scaled
 from palestra.spec.load import load
 from palestra.spec.shape import MoESpec, Shape
 
@@ -346,3 +346,24 @@ def test_cpu_calibration_predicts_the_written_spec_on_shared_cores(tmp_path):
     assert one.loop.together
     assert not three.loop.together
     assert one.step > three.step
+
+
+def test_processes_of_one_machine_slow_each_other_unless_they_take_turns(tmp_path):
+    device = replace(PUBLISHED["H200"], name="cpu", crowd=0.5, base=1e9, sampling=1e8, joined=1e7)
+
+    def written(**changes) -> Plan:
+        plan = Search(posttrain(SMOLLM, tmp_path, **changes), Pool(device, 4, 1)).written()
+        assert plan is not None
+        assert plan.loop is not None
+        return plan
+
+    stale = {"rollout": {"staleness": 1}}
+    one, turns, apart = written(), written(cluster={"generators": 1}), written(cluster={"generators": 1}, **stale)
+    two = written(cluster={"trainers": 2, "generators": 1})
+    assert one.trained_in == turns.trained_in == one.train.seconds
+    assert apart.trained_in == pytest.approx(1.5 * one.train.seconds)
+    assert two.trained_in == pytest.approx(1.5 * two.train.seconds)
+    assert apart.loop.each == pytest.approx(1.5 * turns.loop.each)
+    assert one.memory["process"] == 1.1e9
+    assert two.memory["process"] == 1.11e9
+    assert trainer_memory(pretrain(SMOLLM), Layout(), Pool(device, 1, 1), generates=False)["process"] == 1e9

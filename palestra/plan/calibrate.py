@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 
 from palestra.errors import needs_extra
-from palestra.plan.costs import Layout, traffic, train_step, train_work
+from palestra.plan.costs import Layout, completion, traffic, train_step, train_work
 from palestra.plan.devices import CPU, PUBLISHED, Device, Pool, Work
 from palestra.plan.job import open_job
 from palestra.plan.measure import Measured, measured, small
@@ -61,7 +61,7 @@ def calibrated(tell: Callable[[str], None], *, kind: str | None = None) -> Devic
     tensor = torch.ones(2**24, device="cuda" if cuda else "cpu")
     copied = tensor.nbytes / _best(tensor.clone, cuda)
     prices = {phase: fitted(rows) for phase, rows in samples.items()}
-    prices |= {"complete": Work(), "apart": Work(), "publish": Work(bytes=1 / copied)}
+    prices |= {name: Work() for name in ("complete", "apart", "joined")} | {"publish": Work(bytes=1 / copied)}
     name = torch.cuda.get_device_name() if cuda else "one core"
     source = f"calibrated, {name}, torch {torch.__version__}"
     if cuda:  # links and network as published, or as those of an H200
@@ -175,31 +175,44 @@ def _generated(case: Case, cuda: bool) -> Iterator[tuple[str, Work, float]]:
 
 
 def _with_runs(device: Device, shape: dict[str, Any], tell: Callable[[str], None]) -> Device:
-    """With what only runs show: Python for each completion and step, processes, collectives between them."""
+    """With what only runs show: Python of steps and completions, memory of processes, what they do to each other."""
 
-    def run(name: str, **changes: Any) -> tuple[Measured, Plan]:
+    def run(name: str, wider: int = 1, **changes: Any) -> tuple[Measured, Plan, float]:
+        scaled = {key: count * (1 if key == "layers" else wider) for key, count in shape.items()}
         with TemporaryDirectory() as folder:
-            spec, known = small(Path(folder), shape, **changes)
+            spec, known = small(Path(folder), scaled, **changes)
             found = measured(spec, Path(folder))
             plan = Search(open_job(load(spec).spec, known=known), Pool(device, 2, 1)).written()
         assert plan is not None
-        tell(f"{name}: {found.step:.3f} s a step, {plan.step:.3f} by its kernels")
-        return found, plan
+        tell(f"{name}: {found.step:.3f} s a step, {plan.step:.3f} by what is known so far")
+        return found, plan, max(0.0, found.peak - sum(plan.memory.values()))
 
-    rest: list[tuple[Work, float]] = []
-    bases: list[float] = []
-    for prompts in (4, 24):
-        found, plan = run(f"{8 * prompts} completions", train={"prompts_per_step": prompts})
-        rest.append((Work(rows=8.0 * prompts, steps=1.0), max(1e-6, found.processor - plan.step)))
-        bases.append(found.peak - sum(plan.memory.values()))
+    found, plan, more = run("pretraining", kind="pretrain", train={"batch": 8})
+    device.prices["update"] = device.prices["update"].plus(Work(steps=max(0.0, found.step - plan.step)))
+    device = replace(device, base=more) if device.cpu else device
+    rest, bytes_ = [], []
+    for prompts, new in ((4, 24), (24, 24), (5, 96)):
+        changes = {"train": {"prompts_per_step": prompts}, "rollout": {"max_new_tokens": new}}
+        found, plan, more = run(f"{8 * prompts} completions of {new} tokens", **changes)
+        work = completion(plan.job).times(8.0 * prompts)._replace(steps=1.0)
+        rest.append((work, max(1e-6, found.step - plan.step)))
+        bytes_.append(more)
     device.prices["complete"] = fitted(rest)
     if not device.cpu:
         return device
-    device = replace(device, base=float(np.mean(bases)))
-    found, plan = run("a generator apart", train={"prompts_per_step": 12}, cluster={"generators": 1})
+    device, many = replace(device, sampling=float(np.mean(bytes_))), {"train": {"prompts_per_step": 12}}
+    found, plan, _ = run("a generator apart", **many, cluster={"generators": 1})
     device.prices["apart"] = Work(rows=max(0.0, found.step - plan.step) / 96)
-    found, plan = run("two processes", kind="pretrain", devices=2, train={"batch": 8})
-    known = train_step(plan.job, plan.layout, plan.pool).seconds
-    per = train_step(plan.job, plan.layout, replace(plan.pool, device=replace(device, hop=1.0))).seconds - known
-    more = max(0.0, found.peak - sum(plan.memory.values()))
-    return replace(device, hop=max(0.0, found.step - known) / per, joined=more)
+    rest, bytes_ = [], []
+    for wider in (1, 4):
+        found, plan, more = run("two trainers", wider, kind="pretrain", devices=2, train={"batch": 8})
+        known = train_step(plan.job, plan.layout, plan.pool).seconds
+        waits = train_step(plan.job, plan.layout, replace(plan.pool, device=replace(device, hop=1.0))).seconds - known
+        rest.append((Work(flops=known, steps=waits), max(1e-6, found.step - known)))
+        bytes_.append(more)
+    prices = fitted(rest)
+    both = {"crowd": prices.flops, "hop": prices.steps / (1 + prices.flops)}  # waiting processes crowd others too
+    device = replace(device, **both, joined=float(np.mean(bytes_)))
+    found, plan, _ = run("two trainers, a generator apart", **many, cluster={"trainers": 2, "generators": 1})
+    device.prices["joined"] = Work(rows=max(0.0, found.step - plan.step) / 96)
+    return device

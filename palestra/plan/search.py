@@ -8,7 +8,7 @@ from math import ceil, exp, log, sqrt
 from typing import Any
 
 from palestra.errors import UsageError
-from palestra.plan.costs import Layout, Phase, Sampling, publish, sampling, train_step, trainer_memory
+from palestra.plan.costs import Layout, Phase, Sampling, completion, publish, sampling, train_step, trainer_memory
 from palestra.plan.devices import Pool, Work
 from palestra.plan.job import Job
 from palestra.plan.simulate import TRAINER, Loop, Outcome, simulate
@@ -52,7 +52,13 @@ class Plan:
         """Seconds of a training step, with the slowest of its devices and those that share one."""
         processes, device = self.layout.processes, self.pool.device
         slowest = 1.0 if device.cpu else exp(UNEVENNESS * sqrt(2 * log(processes)))
-        return self.train.seconds * max(1.0, processes / self.on) * slowest
+        return self.train.seconds * max(1.0, processes / self.on) * slowest * self._crowded(processes, self.generators)
+
+    def _crowded(self, at_work: int, others: int) -> float:
+        """How much slower those at work are because of each other, and of others unless all take turns."""
+        rollout = self.job.rollout
+        at_once = at_work + (others if rollout is not None and rollout.rollout.staleness else 0)
+        return 1 + self.pool.device.crowd * (at_once > 1)
 
     @cached_property
     def loop(self) -> Loop | None:
@@ -61,18 +67,20 @@ class Plan:
         if rollout is None or sample is None:
             return None
         processes, apart = self.layout.processes, bool(self.generators)
+        joined, slower = processes > 1, self._crowded(self.generators, processes) if apart else 1.0
         return Loop(
             **{"prompts": rollout.train.prompts_per_step, "group": rollout.rollout.group},
             **{"staleness": rollout.rollout.staleness, "running": rollout.rollout.running},
             **{"mean": self.job.new, "spread": self.job.spread, "longest": rollout.rollout.max_new_tokens},
-            **{"slots": sample.slots, "base": sample.base, "each": sample.each, "burst": 8 if device.cpu else 16},
+            **{"slots": sample.slots, "base": slower * sample.base, "each": slower * sample.each},
             **{"verify": self.job.verify, "verifiers": self.verifiers},
             start=sample.start + device.seconds("apart", Work(rows=rollout.rollout.group * apart)),
             train=self.trained_in,
-            complete=device.seconds("complete", Work(rows=1.0)),
+            complete=sum(device.seconds(name, completion(self.job)) for name in ("complete", "joined")[: 1 + joined]),
             publish=self.publish + device.seconds("complete", Work(steps=1.0)),
             fetch=min(self.publish, 1.0),
             generators=max(1, self.generators),
+            burst=8 if device.cpu else 16,
             devices=self.on / self.tensor if apart else 1.0,
             trainers=processes / self.tensor if apart else 1.0,
             unevenness=0.0 if device.cpu else UNEVENNESS,
