@@ -91,7 +91,7 @@ def small(
         file.write_text(text * max(8, 40_000 // characters))
         spec["data"] = {"train": {"texts": {"path": str(file)}}, "context": context}
         return spec | {"model": {"shape": shape, "tokenizer": "characters"}}, {}
-    sampled = {"group": 8, "record": False, "max_prompt_tokens": PROMPT, "max_new_tokens": 24}
+    sampled: dict[str, Any] = {"group": 8, "record": False, "max_prompt_tokens": PROMPT, "max_new_tokens": 24}
     task = {"task": "arithmetic", "args": {"digits": 3, "stop": []}, "reward": {"function": f"{__name__}:odd"}}
     spec = {"algorithm": {"preset": "dr_grpo"}, "optim": {"name": "adamw", "lr": 1e-5}} | spec
     spec |= {"tasks": {"train": [task]}, "model": {"init": str(folder / "model")}}
