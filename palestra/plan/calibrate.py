@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 
 from palestra.errors import needs_extra
-from palestra.plan.costs import Layout, completion, traffic, train_step, train_work
+from palestra.plan.costs import Layout, completion, scored_again, traffic, train_step, train_work
 from palestra.plan.devices import CPU, PUBLISHED, Device, Pool, Work
 from palestra.plan.job import open_job
 from palestra.plan.measure import Measured, measured, small
@@ -117,10 +117,10 @@ def _model(case: Case, cuda: bool) -> Any:
 
 
 def _trained(case: Case, cuda: bool, ragged: bool) -> Iterator[tuple[str, Work, float]]:
-    """Gradients and updates, of sequences that are equally long or between half and one and a half of it."""
+    """Gradients and updates, as in pretraining; or as in post-training, of lengths from half to one and a half."""
     import torch
 
-    from palestra.lm.batch import Batch, score
+    from palestra.lm.batch import Batch, score, total_logprob
     from palestra.lm.engine import Loss, TrainEngine
     from palestra.lm.optim import Optimizer
     from palestra.lm.ranks import Ranks
@@ -133,9 +133,14 @@ def _trained(case: Case, cuda: bool, ragged: bool) -> Iterator[tuple[str, Work, 
     lengths = [case[5] // 2 + case[5] * row // max(1, case[4] - 1) if ragged else case[5] for row in range(case[4])]
     tokens = [torch.randint(case[3], (length,)).tolist() for length in lengths]
 
+    def loss(model: Any, batch: Batch) -> Loss:
+        if not ragged:
+            return Loss(-total_logprob(model, batch)[0], {})
+        scored = score(model, batch)
+        return Loss(-scored.logprobs.sum(), {"entropy": scored.entropy.sum()})
+
     def gradients() -> None:
-        batch = Batch.pack(tokens).to(engine.device)
-        engine.forward_backward(batch, lambda m, b: Loss(-score(m, b, entropy=False).logprobs.sum(), {}), 1.0)
+        engine.forward_backward(Batch.pack(tokens).to(engine.device), loss, 1.0)
 
     spec = {
         **{"kind": "pretrain", "name": "case", "train": {"steps": 2, "batch": case[4]}},
@@ -143,7 +148,9 @@ def _trained(case: Case, cuda: bool, ragged: bool) -> Iterator[tuple[str, Work, 
         "data": {"train": {"texts": {"path": "-"}}, "context": case[5]},
     }
     train, update = train_work(open_job(load(spec).spec), Layout(), cpu=not cuda)
-    yield "train", train._replace(rows=ragged * case[4]), _best(gradients, cuda)
+    again = sum(lengths) * scored_again(model.shape)
+    work = train._replace(rows=float(case[4]), flops=train.flops + again) if ragged else train
+    yield "train", work, _best(gradients, cuda)
     yield "update", update, _best(lambda: engine.optim_step(0.0), cuda, before=gradients)
 
 

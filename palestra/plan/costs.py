@@ -69,6 +69,7 @@ def train_work(job: Job, layout: Layout, *, cpu: bool) -> tuple[Work, Work]:
     shape, forwards, micros = job.shape, job.forwards(layout.checkpointing), micro_batches(job, layout)
     tokens = job.trained / layout.processes
     flops = forwards * tokens * shape.flops_per_token(round(job.length / 2))
+    flops += tokens * scored_again(shape) * (job.spec.kind not in ("pretrain", "sft"))
     if job.spec.optim.name == "muon":  # its products are as those of training
         sides = [(min(pair), max(pair)) for pair in matrices(shape).values()]
         orthogonal = shape.layers * sum(5 * (4 * s * s * long + 2 * s**3) for s, long in sides)
@@ -83,6 +84,11 @@ def train_work(job: Job, layout: Layout, *, cpu: bool) -> tuple[Work, Work]:
     parameters = shape.parameters() / (layout.processes / layout.data)
     update = Work(0.0, 28 * parameters, shape.layers / layout.pipeline, 0.0, 1.0)
     return train, update.times(job.updates * (2 if job.critic else 1))
+
+
+def scored_again(shape: Shape) -> float:
+    """Operations a token of computing the scores of its vocabulary twice: where gradients wait for all of a batch."""
+    return 2.0 * (shape.vocab or 0) * shape.width
 
 
 def micro_batches(job: Job, layout: Layout) -> int:

@@ -98,7 +98,7 @@ def small(
     spec["rollout"] = sampled | spec.get("rollout", {})
     _write_model(folder / "model", text, shape)
     stays = 1 - 2 / (characters + 3)  # tokens of a model that knows nothing are equally likely, and two of them end
-    lasts = [stays**k for k in range(spec["rollout"]["max_new_tokens"])]
+    lasts = [stays**k for k in range(int(spec["rollout"]["max_new_tokens"]))]
     mean, square = sum(lasts), sum((2 * k + 1) * each for k, each in enumerate(lasts))
     return spec, {"prompt": PROMPT, "new": mean, "spread": (square / mean**2 - 1) ** 0.5, "verify": 0.0}
 
