@@ -187,6 +187,8 @@ def test_fit_finds_the_prices_that_made_the_times():
     for work, seconds in samples:
         assert sum(price * count for price, count in zip(found, work, strict=True)) == pytest.approx(seconds, rel=1e-3)
     assert min(found) >= 0.0
+    more = fitted([(work, seconds + 1.0) for work, seconds in samples], [1.0] * len(samples))
+    assert more == pytest.approx(found, rel=1e-2, abs=1e-12)
 
 
 def test_calibration_is_read_back_and_a_broken_one_is_named(tmp_path, monkeypatch):

@@ -74,11 +74,12 @@ def calibrated(tell: Callable[[str], None], *, kind: str | None = None) -> Devic
     return _with_runs(replace(device, prices=prices, source=source), RUNS[kind], tell)
 
 
-def fitted(samples: Sequence[tuple[Work, float]]) -> Work:
-    """Prices, none below 0, with the least sum of squared relative errors."""
+def fitted(samples: Sequence[tuple[Work, float]], known: Sequence[float] | float = 0.0) -> Work:
+    """Prices, none below 0, with the least sum of squared relative errors; `known` seconds of each have others."""
     rows = np.array([[count / seconds for count in work] for work, seconds in samples])
     scale = np.maximum(rows.max(0), 1e-300)
-    rows, prices, rest = rows / scale, np.zeros(len(Work._fields)), np.ones(len(samples))
+    rows, prices = rows / scale, np.zeros(len(Work._fields))
+    rest = 1 - known / np.array([seconds for _, seconds in samples])
     norms = np.maximum((rows**2).sum(0), 1e-12)
     for _ in range(20_000):  # coordinate descent: each price in turn is the best for what the others leave
         for j in range(len(prices)):
@@ -197,27 +198,29 @@ def _with_runs(device: Device, shape: dict[str, Any], tell: Callable[[str], None
     found, plan, more = run("pretraining", kind="pretrain", train={"batch": 8})
     device.prices["update"] = device.prices["update"].plus(Work(steps=max(0.0, found.step - plan.step)))
     device = replace(device, base=more) if device.cpu else device
-    rest, bytes_ = [], []
+    runs, known, bytes_ = [], [], []
     for prompts, new in ((4, 24), (24, 24), (5, 96)):
         changes = {"train": {"prompts_per_step": prompts}, "rollout": {"max_new_tokens": new}}
         found, plan, more = run(f"{8 * prompts} completions of {new} tokens", **changes)
         work = completion(plan.job).times(8.0 * prompts)._replace(steps=1.0)
-        rest.append((work, max(1e-6, found.step - plan.step)))
+        runs.append((work, found.step))
+        known.append(plan.step)
         bytes_.append(more)
-    device.prices["complete"] = fitted(rest)
+    device.prices["complete"] = fitted(runs, known)
     if not device.cpu:
         return device
     device, many = replace(device, sampling=float(np.mean(bytes_))), {"train": {"prompts_per_step": 12}}
     found, plan, _ = run("a generator apart", **many, cluster={"generators": 1})
     device.prices["apart"] = Work(rows=max(0.0, found.step - plan.step) / 96)
-    rest, bytes_ = [], []
+    runs, known, bytes_ = [], [], []
     for wider in (1, 4):
         found, plan, more = run("two trainers", wider, kind="pretrain", devices=2, train={"batch": 8})
-        known = train_step(plan.job, plan.layout, plan.pool).seconds
-        waits = train_step(plan.job, plan.layout, replace(plan.pool, device=replace(device, hop=1.0))).seconds - known
-        rest.append((Work(flops=known, steps=waits), max(1e-6, found.step - known)))
+        alone = train_step(plan.job, plan.layout, plan.pool).seconds
+        waits = train_step(plan.job, plan.layout, replace(plan.pool, device=replace(device, hop=1.0))).seconds - alone
+        runs.append((Work(flops=alone, steps=waits), found.step))
+        known.append(alone)
         bytes_.append(more)
-    prices = fitted(rest)
+    prices = fitted(runs, known)
     both = {"crowd": prices.flops, "hop": prices.steps / (1 + prices.flops)}  # waiting processes crowd others too
     device = replace(device, **both, joined=float(np.mean(bytes_)))
     found, plan, _ = run("two trainers, a generator apart", **many, cluster={"trainers": 2, "generators": 1})
