@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import psutil
 
 from palestra.errors import needs_extra
-from palestra.plan.costs import Layout, completion, scored_again, traffic, train_step, train_work
+from palestra.plan.costs import Layout, scored_again, traffic, train_step, train_work
 from palestra.plan.devices import CPU, PUBLISHED, Device, Pool, Work
 from palestra.plan.job import open_job
 from palestra.plan.measure import Measured, measured, small
@@ -202,8 +203,7 @@ def _with_runs(device: Device, shape: dict[str, Any], tell: Callable[[str], None
     for prompts, new in ((4, 24), (24, 24), (5, 96)):
         changes = {"train": {"prompts_per_step": prompts}, "rollout": {"max_new_tokens": new}}
         found, plan, more = run(f"{8 * prompts} completions of {new} tokens", **changes)
-        work = completion(plan.job).times(8.0 * prompts)._replace(steps=1.0)
-        runs.append((work, found.step))
+        runs.append((Work(launches=8.0 * ceil(new / 8), rows=8.0 * prompts, steps=1.0), found.step))
         known.append(plan.step)
         bytes_.append(more)
     device.prices["complete"] = fitted(runs, known)
@@ -212,17 +212,13 @@ def _with_runs(device: Device, shape: dict[str, Any], tell: Callable[[str], None
     device, many = replace(device, sampling=float(np.mean(bytes_))), {"train": {"prompts_per_step": 12}}
     found, plan, _ = run("a generator apart", **many, cluster={"generators": 1})
     device.prices["apart"] = Work(rows=max(0.0, found.step - plan.step) / 96)
-    runs, known, bytes_ = [], [], []
-    for wider in (1, 4):
-        found, plan, more = run("two trainers", wider, kind="pretrain", devices=2, train={"batch": 8})
-        alone = train_step(plan.job, plan.layout, plan.pool).seconds
-        waits = train_step(plan.job, plan.layout, replace(plan.pool, device=replace(device, hop=1.0))).seconds - alone
-        runs.append((Work(flops=alone, steps=waits), found.step))
-        known.append(alone)
-        bytes_.append(more)
-    prices = fitted(runs, known)
-    both = {"crowd": prices.flops, "hop": prices.steps / (1 + prices.flops)}  # waiting processes crowd others too
-    device = replace(device, **both, joined=float(np.mean(bytes_)))
+    stale = {"train": {"prompts_per_step": 8}, "rollout": {"staleness": 1}}
+    found, plan, _ = run("a generator apart, staleness 1", 3, **stale, cluster={"generators": 1})
+    device = replace(device, crowd=max(0.0, found.step / plan.step - 1))
+    found, plan, more = run("two trainers", kind="pretrain", devices=2, train={"batch": 8})
+    device = replace(device, hop=1.0, joined=more)
+    waits = train_step(plan.job, plan.layout, replace(plan.pool, device=device)).seconds - plan.train.seconds
+    device = replace(device, hop=max(0.0, found.step / (1 + device.crowd) - plan.train.seconds) / waits)
     found, plan, _ = run("two trainers, a generator apart", **many, cluster={"trainers": 2, "generators": 1})
     device.prices["joined"] = Work(rows=max(0.0, found.step - plan.step) / 96)
     return device

@@ -184,11 +184,6 @@ def sampling(job: Job, pool: Pool, rows: float, *, tensor: int = 1, room: float 
     return Sampling(sum(fixed) + wait, sum(row) + wire, start, slots, parts, weights, needed)
 
 
-def completion(job: Job) -> Work:
-    """What Python does for a completion: once, and for each token ids, log-probabilities, versions, masks."""
-    return Work(bytes=64 * job.new, rows=1.0)
-
-
 def publish(job: Job, layout: Layout, pool: Pool, generators: int, tensor: int = 1) -> float:
     """Seconds from the last update to generators with its weights: gathered, then sent along a chain in pieces."""
     device, shape = pool.device, job.shape

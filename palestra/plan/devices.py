@@ -14,9 +14,9 @@ from palestra.spec.source import read_file
 
 GB, TERA = 1e9, 1e12
 CPU = "cpu"
-PHASES = ("train", "update", "prefill", "decode", "complete", "apart", "joined", "publish")
-"""Gradients, the optimizer, prompts, a decode step, what a completion costs besides, what more of it with a generator
-apart and with several trainers, weights to a generator."""
+PHASES = ("train", "update", "prefill", "decode", "publish", "complete", "apart", "joined")
+"""Gradients, the optimizer, prompts, a decode step, weights to a generator; and what Python costs besides: of a
+completion, a decode step (`launches`) and a step; more of a completion with a generator apart, or several trainers."""
 
 
 class Work(NamedTuple):

@@ -23,7 +23,7 @@ PROMPT = 8
 class Measured(NamedTuple):
     """Of a run."""
 
-    step: float  # seconds of a step, by the clock: median
+    step: float  # seconds of a step, by the clock: mean
     peak: float
     """Bytes of the trainer's first process at most, up to its last step: of the GPU's memory, or else resident."""
     spans: dict[str, float]  # seconds of each span in a step, median
@@ -68,7 +68,9 @@ def measured(spec: dict[str, Any], folder: Path) -> Measured:
         last = " ".join(done.stderr.strip().splitlines()[-3:])
         raise PalestraError(f"a run to measure ended with {done.returncode} after {len(rows)} steps: {last}")
     counted = rows[WARM_UP + 1 :]
-    step = statistics.median(b["measured/at"] - a["measured/at"] for a, b in pairwise(rows[WARM_UP:]))
+    seconds = [b["measured/at"] - a["measured/at"] for a, b in pairwise(rows[WARM_UP:])]
+    turns = 1 + spec.get("rollout", {}).get("staleness", 0)  # of which only one may have to wait for completions
+    step = statistics.fmean(seconds[len(seconds) % turns :])
     spans = {
         key[5:]: statistics.median(row.get(key, 0.0) for row in counted) for key in counted[0] if key[:5] == "time/"
     }

@@ -8,8 +8,8 @@ from math import ceil, exp, log, sqrt
 from typing import Any
 
 from palestra.errors import UsageError
-from palestra.plan.costs import Layout, Phase, Sampling, completion, publish, sampling, train_step, trainer_memory
-from palestra.plan.devices import Pool, Work
+from palestra.plan.costs import Layout, Phase, Sampling, publish, sampling, train_step, trainer_memory
+from palestra.plan.devices import Pool
 from palestra.plan.job import Job
 from palestra.plan.simulate import TRAINER, Loop, Outcome, simulate
 from palestra.spec.parallel import ParallelSpec
@@ -67,17 +67,18 @@ class Plan:
         if rollout is None or sample is None:
             return None
         processes, apart = self.layout.processes, bool(self.generators)
+        own = device.prices["complete"]
         joined, slower = processes > 1, self._crowded(self.generators, processes) if apart else 1.0
         return Loop(
             **{"prompts": rollout.train.prompts_per_step, "group": rollout.rollout.group},
             **{"staleness": rollout.rollout.staleness, "running": rollout.rollout.running},
             **{"mean": self.job.new, "spread": self.job.spread, "longest": rollout.rollout.max_new_tokens},
-            **{"slots": sample.slots, "base": slower * sample.base, "each": slower * sample.each},
+            **{"slots": sample.slots, "base": slower * (sample.base + own.launches), "each": slower * sample.each},
             **{"verify": self.job.verify, "verifiers": self.verifiers},
-            start=sample.start + device.seconds("apart", Work(rows=rollout.rollout.group * apart)),
+            start=sample.start + apart * rollout.rollout.group * device.prices["apart"].rows,
             train=self.trained_in,
-            complete=sum(device.seconds(name, completion(self.job)) for name in ("complete", "joined")[: 1 + joined]),
-            publish=self.publish + device.seconds("complete", Work(steps=1.0)),
+            complete=sum(device.prices[name].rows for name in ("complete", "joined")[: 1 + joined]),
+            publish=self.publish + own.steps,
             fetch=min(self.publish, 1.0),
             generators=max(1, self.generators),
             burst=8 if device.cpu else 16,

@@ -8,9 +8,11 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count, groupby
 from math import ceil, exp, inf, log, sqrt
 from random import Random
+from statistics import NormalDist
 from typing import NamedTuple
 
 TRAINER = -1
@@ -67,9 +69,22 @@ class Outcome(NamedTuple):
 
 def lengths(loop: Loop, number: int) -> list[int]:
     """Tokens of the completions of a group."""
-    random, sigma = Random(f"{loop.seed} {number}"), sqrt(log(1 + loop.spread**2))
-    middle = log(loop.mean) - sigma**2 / 2
+    random, (middle, sigma) = Random(f"{loop.seed} {number}"), _log_normal(loop.mean, loop.spread, loop.longest)
     return [max(1, min(loop.longest, round(exp(random.gauss(middle, sigma))))) for _ in range(loop.group)]
+
+
+@cache
+def _log_normal(mean: float, spread: float, longest: int) -> tuple[float, float]:
+    """Mean and deviation of the logarithm, such that what is cut at `longest` has the mean; by bisection."""
+    sigma, low, high = sqrt(log(1 + spread**2)), log(mean) - 2 * spread, log(mean) + 3 * spread
+    if sigma == 0 or mean >= longest:
+        return log(min(mean, longest)), 0.0
+    for _ in range(50):
+        middle, normal = (low + high) / 2, NormalDist()
+        below = exp(middle + sigma**2 / 2) * normal.cdf((log(longest) - middle - sigma**2) / sigma)
+        cut = below + longest * (1 - normal.cdf((log(longest) - middle) / sigma))
+        low, high = (middle, high) if cut < mean else (low, middle)
+    return middle, sigma
 
 
 def simulate(loop: Loop, steps: int = 8, failures: Sequence[tuple[float, int]] = ()) -> Outcome:
