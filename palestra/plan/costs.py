@@ -67,6 +67,7 @@ class Phase(NamedTuple):
 def train_work(job: Job, layout: Layout, *, cpu: bool) -> tuple[Work, Work]:
     """Of one process in a step: gradients, and optimizer."""
     shape, forwards, micros = job.shape, job.forwards(layout.checkpointing), micro_batches(job, layout)
+    passes = forwards / 3  # forward and backward
     tokens = job.trained / layout.processes
     flops = forwards * tokens * shape.flops_per_token(round(job.length / 2))
     flops += tokens * scored_again(shape) * (job.spec.kind not in ("pretrain", "sft"))
@@ -77,9 +78,9 @@ def train_work(job: Job, layout: Layout, *, cpu: bool) -> tuple[Work, Work]:
     train = Work(
         flops=flops,
         bytes=forwards * tokens * traffic(shape, job.used(cpu)),
-        launches=forwards / 3 * micros * shape.layers / layout.pipeline,
-        rows=0.0 if job.spec.kind == "pretrain" else job.sequences / layout.apart,  # of unequal lengths
-        steps=micros,
+        launches=passes * micros * shape.layers / layout.pipeline,
+        rows=0.0 if job.spec.kind == "pretrain" else passes * job.sequences / layout.apart,  # of unequal lengths
+        steps=passes * micros,
     )
     parameters = shape.parameters() / (layout.processes / layout.data)
     update = Work(0.0, 28 * parameters, shape.layers / layout.pipeline, 0.0, 1.0)

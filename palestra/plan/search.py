@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from math import ceil, exp, log, sqrt
 from typing import Any
@@ -67,7 +67,9 @@ class Plan:
         if rollout is None or sample is None:
             return None
         processes, apart = self.layout.processes, bool(self.generators)
-        own = device.prices["complete"]
+        own, sampled = device.prices["complete"], self.job.sampled / max(1, self.generators)
+        # Of each second of a generator, what the trainer lends it where both share a core.
+        lent = max(0.0, (processes + self.generators * self.tensor) / self.on - 1) * (rollout.rollout.staleness > 0)
         joined, slower = processes > 1, self._crowded(self.generators, processes) if apart else 1.0
         return Loop(
             **{"prompts": rollout.train.prompts_per_step, "group": rollout.rollout.group},
@@ -76,7 +78,7 @@ class Plan:
             **{"slots": sample.slots, "base": slower * (sample.base + own.launches), "each": slower * sample.each},
             **{"verify": self.job.verify, "verifiers": self.verifiers},
             start=sample.start + apart * rollout.rollout.group * device.prices["apart"].rows,
-            train=self.trained_in,
+            train=self.trained_in + lent * slower * sampled * (sample.base / sample.slots + sample.each),
             complete=sum(device.prices[name].rows for name in ("complete", "joined")[: 1 + joined]),
             publish=self.publish + own.steps,
             fetch=min(self.publish, 1.0),
@@ -170,7 +172,7 @@ class Search:
 
     def __init__(self, job: Job, pool: Pool):
         self.job, self.pool = job, pool
-        self._layouts: dict[tuple[int, bool], Plan | None] = {}
+        self.trainer = cache(self._fastest)
         self.least: tuple[float, str] | None = None
         """The fewest bytes that a device would have to hold, and for what: for people, where nothing fits."""
 
@@ -214,13 +216,8 @@ class Search:
                     yield plan
                     break
 
-    def trainer(self, count: int, generates: bool) -> Plan | None:
-        """The fastest layout of so many processes that fits; None where none does."""
-        if (count, generates) not in self._layouts:
-            self._layouts[count, generates] = self._fastest(count, generates)
-        return self._layouts[count, generates]
-
     def _fastest(self, count: int, generates: bool) -> Plan | None:
+        """The fastest layout of so many processes that fits; None where none does."""
         axes = sorted(self._axes(count), key=lambda layout: train_step(self.job, layout, self.pool).seconds)
         own = self.job.spec.train.micro_tokens
         micros = sorted({max(micro, ceil(self.job.longest)) for micro in (own // 4, own, 4 * own)})
