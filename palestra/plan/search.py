@@ -112,7 +112,7 @@ class Plan:
         work = every + waves * loop.mean * loop.base
         if loop.together:
             return mine + max(work, verdicts)
-        last = tail * (loop.base + rows * loop.each) / (1 + loop.staleness)
+        last = tail * (loop.base + rows / 2 * loop.each) / (1 + loop.staleness)  # others end before the longest
         return max(mine, work + loop.fetch, last, verdicts)
 
     @cached_property
@@ -192,7 +192,7 @@ class Search:
 
         total, candidates = self.pool.count, []
         while total >= 1:
-            candidates += sorted(self.plans(total), key=lambda plan: score(plan, plan.estimate))[:2]
+            candidates += sorted(self.plans(total), key=lambda plan: score(plan, plan.estimate))[:3]
             total //= 2
         if not candidates:
             raise UsageError(self._fits_nowhere())
