@@ -4,7 +4,8 @@
     python benchmarks/plan.py predict > docs/plan_predicted.jsonl
     python benchmarks/plan.py measure > docs/plan_measured.jsonl  # or a few: --specs "sft, 1M" "pretrain, Muon"
     python benchmarks/plan.py table                               # both, side by side
-    python benchmarks/plan.py gpu                                 # all of it on a GPU in four minutes; --small on a CPU
+    python benchmarks/plan.py gpu > docs/plan_gpu.jsonl           # all of it on a GPU in four minutes; --small on a CPU
+    python benchmarks/plan.py table --files docs/plan_gpu.jsonl
     python benchmarks/plan.py study --plot docs/images/plan.svg   # 1.5B to 32B on 8 to 4,096 H200, by prediction alone
     python benchmarks/plan.py peers                               # what others publish
 
@@ -20,10 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
+from random import Random
 from typing import Any
 
-from palestra.errors import UsageError
+from palestra.errors import PalestraError, UsageError
 from palestra.plan.costs import Layout, train_step
 from palestra.plan.devices import Pool, parse_pool, store_calibration
 from palestra.plan.job import Job, open_job
@@ -34,6 +37,10 @@ from palestra.spec.load import load
 from palestra.spec.shape import MoESpec, Shape
 
 DOCS = Path(__file__).parent.parent / "docs"
+CHATML = 21
+"""Tokens around question and answer of a conversation."""
+ENOUGH = 200
+"""Seconds after which `gpu` begins no other run: it must end in four minutes."""
 
 
 def sizes(layers: int, width: int, mlp: int, **more: Any) -> dict[str, Any]:
@@ -96,10 +103,25 @@ GPU_SPECS: dict[str, dict[str, Any]] = {
 }
 
 
+def prepared(folder: Path, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """A spec whose files are in the folder; conversations of which no two are alike: what is alike is computed once."""
+    if given.get("kind") != "sft":
+        return small(folder, **given)
+    spec, known = small(folder, **given | {"kind": "pretrain"})
+    random, file = Random(0), folder / "chat.jsonl"
+    turns = {"user": 20, "assistant": given["context"] - 20 - CHATML}
+    letters = [chr(code) for code in range(32, 123)]
+    with file.open("w") as out:
+        for _ in range(400):
+            said = {role: "".join(random.choices(letters, k=size)) for role, size in turns.items()}
+            out.write(json.dumps({"messages": [{"role": role, "content": said[role]} for role in turns]}) + "\n")
+    return spec | {"kind": "sft", "data": spec["data"] | {"train": {"texts": {"path": str(file)}}}}, known
+
+
 def predict(names: Iterable[str], specs: dict[str, dict[str, Any]], pool: Pool) -> None:
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            spec, known = small(Path(folder), **specs[name])
+            spec, known = prepared(Path(folder), specs[name])
             plan = Search(open_job(load(spec).spec, known=known), pool).written()
         assert plan is not None
         # On a GPU the process itself is not in what torch has allocated.
@@ -111,11 +133,10 @@ def predict(names: Iterable[str], specs: dict[str, dict[str, Any]], pool: Pool) 
 def measure(names: Iterable[str], specs: dict[str, dict[str, Any]]) -> None:
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            spec, _ = small(Path(folder), **specs[name])
+            spec, _ = prepared(Path(folder), specs[name])
             run = measured(spec, Path(folder))
         spans = {key: round(run.spans[key], 4) for key in ("rollout", "train", "publish") if key in run.spans}
-        row = {"spec": name, "step_s": round(run.step, 4), "processor_s": round(run.processor, 4)}
-        row |= {"peak_bytes": round(run.peak), "spans": spans}
+        row = {"spec": name, "step_s": round(run.step, 4), "peak_bytes": round(run.peak), "spans": spans}
         print(json.dumps({**row, "machine": platform.machine()}, ensure_ascii=False), flush=True)
 
 
@@ -134,26 +155,36 @@ def on_a_gpu(tiny: bool) -> None:
             name: {**spec, "shape": shape, **(few if "rollout" in spec else least)} for name, spec in specs.items()
         }
     device = calibrate.calibrated(lambda line: print(json.dumps({"calibrating": line}), flush=True), kind="cuda")
-    print(json.dumps({"stored": str(store_calibration(device)), "prices": device.prices}), flush=True)
-    print(json.dumps({"seconds": round(time.perf_counter() - begin)}), flush=True)
+    stored = None if tiny else str(store_calibration(device))
+    print(json.dumps({"calibration": asdict(device), "stored": stored}), flush=True)
     predict(specs, specs, Pool(device, 1, 1))
-    for name in specs:  # the longest come last, in case that time runs out
-        measure([name], specs)
-        print(json.dumps({"seconds": round(time.perf_counter() - begin)}), flush=True)
+    for name in specs:
+        seconds = round(time.perf_counter() - begin)
+        if seconds > ENOUGH:
+            print(json.dumps({"left out": name, "after_s": seconds}), flush=True)
+            continue
+        try:
+            measure([name], specs)
+        except PalestraError as error:
+            print(json.dumps({"failed": name, "why": str(error)}), flush=True)
+    print(json.dumps({"seconds": round(time.perf_counter() - begin)}), flush=True)
 
 
-def table(files: str, seconds: str) -> None:
-    predicted, found = (
-        {row["spec"]: row for row in map(json.loads, (DOCS / f"{files}_{name}.jsonl").read_text().splitlines())}
-        for name in ("predicted", "measured")
-    )
+def table(files: list[Path]) -> None:
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    predicted, found = ({row["spec"]: row for row in rows if key in row} for key in ("rates", "machine"))
     print("| spec | step, predicted | measured | off by | peak, predicted | measured | off by |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
+    close = []
     for name in (name for name in predicted if name in found):
         a, b = predicted[name], found[name]
-        cells = [f"{a['step_s']:.3f} s", f"{b[seconds]:.3f} s", f"{a['step_s'] / b[seconds] - 1:+.0%}"]
-        cells += [f"{row['peak_bytes'] / 1e6:.0f} MB" for row in (a, b)]
-        print(f"| {name} | {' | '.join(cells)} | {a['peak_bytes'] / b['peak_bytes'] - 1:+.0%} |")
+        step, peak = (a[key] / b[key] - 1 for key in ("step_s", "peak_bytes"))
+        cells = [f"{row['step_s']:.3f} s" for row in (a, b)] + [f"{step:+.0%}"]
+        cells += [f"{row['peak_bytes'] / 1e6:.0f} MB" for row in (a, b)] + [f"{peak:+.0%}"]
+        print(f"| {name} | {' | '.join(cells)} |")
+        close.append((abs(step) <= 0.2, abs(peak) <= 0.1))
+    steps, peaks, both = sum(a for a, _ in close), sum(b for _, b in close), sum(a and b for a, b in close)
+    print(f"\nsteps within 20 %: {steps}; peaks within 10 %: {peaks}; both: {both} of {len(close)}")
 
 
 # ---- the study
@@ -194,7 +225,7 @@ def study_job(model: Shape, *, prompts: int = 512, group: int = 16, new: int = 1
 def study(plot: Path | None, counts: list[int]) -> None:
     rows = []
     for name, model in MODELS.items():
-        job, first = study_job(model), None
+        job, mine = study_job(model), []
         for count in counts:
             pool = parse_pool("8xH200", count // 8)
             try:
@@ -202,10 +233,11 @@ def study(plot: Path | None, counts: list[int]) -> None:
             except UsageError as error:
                 print(json.dumps({"model": name, "devices": count, "fits": str(error)[:200]}), flush=True)
                 continue
-            rate = job.sampled / plan.step / count
-            first = first or rate
-            rows.append({"model": name, "devices": count, "efficiency": rate / first, **described(plan)})
-            print(json.dumps(rows[-1]), flush=True)
+            mine.append({"model": name, "devices": count, **described(plan)})
+        best = max(row["tokens_per_s"] / row["devices"] for row in mine)
+        mine = [{**row, "efficiency": round(row["tokens_per_s"] / row["devices"] / best, 3)} for row in mine]
+        print("\n".join(map(json.dumps, mine)), flush=True)
+        rows += mine
     if plot is not None:
         draw(rows, plot)
 
@@ -252,8 +284,8 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(COUNTS, [f"{count:,}" for count in COUNTS])
     axes.set_xlabel("H200")
-    axes.set_ylabel("tokens/s of a device\n(1: on the fewest that it fits on)")
-    axes.set_ylim(0, 1.2)
+    axes.set_ylabel("tokens/s of a device\n(1: on as many as are best for the model)")
+    axes.set_ylim(0, 1.1)
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), title="what binds, and from where on")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
@@ -293,8 +325,8 @@ def main() -> None:
     parser.add_argument("--specs", nargs="*", default=list(SPECS), choices=list(SPECS), metavar="SPEC")
     parser.add_argument("--counts", nargs="*", type=int, default=list(COUNTS))
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--files", default="plan", help="of table: docs/FILES_predicted.jsonl and _measured.jsonl")
-    parser.add_argument("--seconds", default="step_s", choices=["step_s", "processor_s"], help="of table: which ones")
+    both = [DOCS / "plan_predicted.jsonl", DOCS / "plan_measured.jsonl"]
+    parser.add_argument("--files", nargs="*", type=Path, default=both, help="of table: predictions and measurements")
     parser.add_argument("--small", action="store_true", help="of gpu: tiny shapes, on any device")
     given = parser.parse_args()
     match given.what:
@@ -307,7 +339,7 @@ def main() -> None:
         case "study":
             study(given.plot, given.counts)
         case "table":
-            table(given.files, given.seconds)
+            table(given.files)
         case "peers":
             peers()
 

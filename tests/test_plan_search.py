@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from palestra.cli.main import app
 from palestra.errors import PalestraError, UsageError
 from palestra.plan.calibrate import fitted
-from palestra.plan.costs import Layout, sampling, train_step, train_work, trainer_memory
+from palestra.plan.costs import Layout, sampling, scored_again, train_step, train_work, trainer_memory
 from palestra.plan.devices import (
     PUBLISHED,
     Device,
@@ -29,7 +29,7 @@ from palestra.plan.devices import (
 from palestra.plan.job import Job, open_job
 from palestra.plan.measure import measured, small
 from palestra.plan.report import binds
-from palestra.plan.search import ROOM, Search, scaled
+from palestra.plan.search import ROOM, Plan, Search, scaled
 from palestra.spec.load import load
 from palestra.spec.shape import MoESpec, Shape
 
@@ -100,7 +100,8 @@ def test_work_of_a_process_is_its_share(tmp_path):
     assert train_work(job, Layout(shard=8), cpu=False)[1].bytes == pytest.approx(update.bytes / 8)
     assert train_work(job, Layout(data=8), cpu=False)[1].bytes == pytest.approx(update.bytes)
     full, _ = train_work(job, Layout(checkpointing="full"), cpu=False)
-    assert full.flops == pytest.approx(whole.flops * 5 / 4)  # the reference model's pass is one more
+    again = job.trained * scored_again(EIGHT)  # scores of the vocabulary
+    assert full.flops - again == pytest.approx((whole.flops - again) * 5 / 4)  # the reference model's pass is one more
 
 
 def test_prompt_is_trained_once_where_a_group_shares_much_of_it(tmp_path):
@@ -186,6 +187,8 @@ def test_fit_finds_the_prices_that_made_the_times():
     for work, seconds in samples:
         assert sum(price * count for price, count in zip(found, work, strict=True)) == pytest.approx(seconds, rel=1e-3)
     assert min(found) >= 0.0
+    more = fitted([(work, seconds + 1.0) for work, seconds in samples], [1.0] * len(samples))
+    assert more == pytest.approx(found, rel=1e-2, abs=1e-12)
 
 
 def test_calibration_is_read_back_and_a_broken_one_is_named(tmp_path, monkeypatch):
@@ -331,7 +334,7 @@ def test_a_run_to_measure_takes_what_it_is_told_to_take(tmp_path):
     assert known["new"] == pytest.approx(found.length, rel=0.25)
     assert found.step >= found.spans["rollout"] + found.spans["train"] > 0.0
     assert 50e6 < found.peak < 2e9
-    with pytest.raises(PalestraError, match=r"a run to measure ended with 2: .*no_such"):
+    with pytest.raises(PalestraError, match=r"a run to measure ended with 1 after 0 steps: .*no_such"):
         measured({**spec, "no_such": 1}, tmp_path / "bad")
 
 
@@ -346,3 +349,24 @@ def test_cpu_calibration_predicts_the_written_spec_on_shared_cores(tmp_path):
     assert one.loop.together
     assert not three.loop.together
     assert one.step > three.step
+
+
+def test_processes_of_one_machine_slow_each_other_unless_they_take_turns(tmp_path):
+    device = replace(PUBLISHED["H200"], name="cpu", crowd=0.5, base=1e9, sampling=1e8, joined=1e7)
+
+    def written(**changes) -> Plan:
+        plan = Search(posttrain(SMOLLM, tmp_path, **changes), Pool(device, 4, 1)).written()
+        assert plan is not None
+        assert plan.loop is not None
+        return plan
+
+    stale = {"rollout": {"staleness": 1}}
+    one, turns, apart = written(), written(cluster={"generators": 1}), written(cluster={"generators": 1}, **stale)
+    two = written(cluster={"trainers": 2, "generators": 1})
+    assert one.trained_in == turns.trained_in == one.train.seconds
+    assert apart.trained_in == pytest.approx(1.5 * one.train.seconds)
+    assert two.trained_in == pytest.approx(1.5 * two.train.seconds)
+    assert apart.loop.each == pytest.approx(1.5 * turns.loop.each)
+    assert one.memory["process"] == 1.1e9
+    assert two.memory["process"] == 1.11e9
+    assert trainer_memory(pretrain(SMOLLM), Layout(), Pool(device, 1, 1), generates=False)["process"] == 1e9

@@ -54,7 +54,7 @@ def test_verifiers_that_are_too_few_are_the_single_server():
 
 def test_shared_device_takes_turns():
     apart = simulate(replace(EVEN, staleness=4), 20)
-    together = simulate(replace(EVEN, staleness=4, together=True), 20)
+    together = simulate(replace(EVEN, staleness=4, devices=1, trainers=1), 20)
     assert together.step >= 2.25 + 0.001 * 32 * 50  # training, and each token's own share of decoding
     assert apart.step < together.step
 
@@ -89,9 +89,9 @@ def test_rows_end_with_their_burst():
 
 def test_generators_share_the_cores_that_training_leaves():
     alone = replace(EVEN, staleness=6, train=20.0, generators=2, base=1.0, slots=16)
-    shared = simulate(replace(alone, cores=2, trainers=1), 20).step  # half of their speed while it trains
+    shared = simulate(replace(alone, devices=2, trainers=1), 20).step  # half of their speed while it trains
     assert shared == pytest.approx(simulate(alone, 20).step + 20.0 / 2, rel=0.01)
-    assert simulate(replace(alone, cores=3, trainers=1), 20).step == pytest.approx(simulate(alone, 20).step)
+    assert simulate(replace(alone, devices=3, trainers=1), 20).step == pytest.approx(simulate(alone, 20).step)
 
 
 def test_uneven_generators_make_a_synchronous_step_wait_for_the_slowest():
@@ -116,7 +116,8 @@ def test_lengths_have_their_mean_and_belong_to_the_group():
     st.booleans(),
 )
 def test_staleness_never_hurts_throughput(train, generators, spread, staleness, together):
-    loop = replace(EVEN, train=train, generators=generators, spread=spread, staleness=staleness, together=together)
+    loop = replace(EVEN, train=train, generators=generators, spread=spread, staleness=staleness)
+    loop = replace(loop, devices=generators, trainers=generators) if together else loop
     less, more = simulate(loop, 12), simulate(replace(loop, staleness=staleness + 1), 12)
     assert more.step <= 1.02 * less.step
 

@@ -1,8 +1,10 @@
 """`palestra plan --calibrate`: prices of work on this machine, from kernels, decode steps and short runs."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import psutil
 
 from palestra.errors import needs_extra
-from palestra.plan.costs import Layout, traffic, train_step, train_work
+from palestra.plan.costs import Layout, scored_again, traffic, train_step, train_work
 from palestra.plan.devices import CPU, PUBLISHED, Device, Pool, Work
 from palestra.plan.job import open_job
 from palestra.plan.measure import Measured, measured, small
@@ -54,11 +56,13 @@ def calibrated(tell: Callable[[str], None], *, kind: str | None = None) -> Devic
     for number, case in enumerate(CASES[kind], 1):
         for phase, work, seconds in (*_trained(case, cuda, number % 2 == 0), *_generated(case, cuda)):
             samples[phase].append((work, seconds))
+        gc.collect()  # models and their caches; some refer to themselves
+        torch.cuda.empty_cache()
         tell(f"kernels {number}/{len(CASES[kind])}")
     tensor = torch.ones(2**24, device="cuda" if cuda else "cpu")
     copied = tensor.nbytes / _best(tensor.clone, cuda)
     prices = {phase: fitted(rows) for phase, rows in samples.items()}
-    prices |= {"complete": Work(), "apart": Work(), "publish": Work(bytes=1 / copied)}
+    prices |= {name: Work() for name in ("complete", "apart", "joined")} | {"publish": Work(bytes=1 / copied)}
     name = torch.cuda.get_device_name() if cuda else "one core"
     source = f"calibrated, {name}, torch {torch.__version__}"
     if cuda:  # links and network as published, or as those of an H200
@@ -71,11 +75,12 @@ def calibrated(tell: Callable[[str], None], *, kind: str | None = None) -> Devic
     return _with_runs(replace(device, prices=prices, source=source), RUNS[kind], tell)
 
 
-def fitted(samples: Sequence[tuple[Work, float]]) -> Work:
-    """Prices, none below 0, with the least sum of squared relative errors."""
+def fitted(samples: Sequence[tuple[Work, float]], known: Sequence[float] | float = 0.0) -> Work:
+    """Prices, none below 0, with the least sum of squared relative errors; `known` seconds of each have others."""
     rows = np.array([[count / seconds for count in work] for work, seconds in samples])
     scale = np.maximum(rows.max(0), 1e-300)
-    rows, prices, rest = rows / scale, np.zeros(len(Work._fields)), np.ones(len(samples))
+    rows, prices = rows / scale, np.zeros(len(Work._fields))
+    rest = 1 - known / np.array([seconds for _, seconds in samples])
     norms = np.maximum((rows**2).sum(0), 1e-12)
     for _ in range(20_000):  # coordinate descent: each price in turn is the best for what the others leave
         for j in range(len(prices)):
@@ -114,24 +119,30 @@ def _model(case: Case, cuda: bool) -> Any:
 
 
 def _trained(case: Case, cuda: bool, ragged: bool) -> Iterator[tuple[str, Work, float]]:
-    """Gradients and updates, of sequences that are equally long or between half and one and a half of it."""
+    """Gradients and updates, as in pretraining; or as in post-training, of lengths from half to one and a half."""
     import torch
 
-    from palestra.lm.batch import Batch, score
+    from palestra.lm.batch import Batch, score, total_logprob
     from palestra.lm.engine import Loss, TrainEngine
     from palestra.lm.optim import Optimizer
     from palestra.lm.ranks import Ranks
     from palestra.spec.lm import AdamWSpec
 
+    torch.backends.cuda.enable_cudnn_sdp(not ragged)  # as post-training does
     model = _model(case, cuda)
     optimizer = Optimizer(model, AdamWSpec(name="adamw"), 10)
     engine = TrainEngine(model, optimizer, Ranks(), micro_tokens=16384, flops_per_token=1.0)
     lengths = [case[5] // 2 + case[5] * row // max(1, case[4] - 1) if ragged else case[5] for row in range(case[4])]
     tokens = [torch.randint(case[3], (length,)).tolist() for length in lengths]
 
+    def loss(model: Any, batch: Batch) -> Loss:
+        if not ragged:
+            return Loss(-total_logprob(model, batch)[0], {})
+        scored = score(model, batch)
+        return Loss(-scored.logprobs.sum(), {"entropy": scored.entropy.sum()})
+
     def gradients() -> None:
-        batch = Batch.pack(tokens).to(engine.device)
-        engine.forward_backward(batch, lambda m, b: Loss(-score(m, b, entropy=False).logprobs.sum(), {}), 1.0)
+        engine.forward_backward(Batch.pack(tokens).to(engine.device), loss, 1.0)
 
     spec = {
         **{"kind": "pretrain", "name": "case", "train": {"steps": 2, "batch": case[4]}},
@@ -139,7 +150,9 @@ def _trained(case: Case, cuda: bool, ragged: bool) -> Iterator[tuple[str, Work, 
         "data": {"train": {"texts": {"path": "-"}}, "context": case[5]},
     }
     train, update = train_work(open_job(load(spec).spec), Layout(), cpu=not cuda)
-    yield "train", train._replace(rows=ragged * case[4]), _best(gradients, cuda)
+    again = sum(lengths) * scored_again(model.shape)
+    work = train._replace(rows=float(case[4]), flops=train.flops + again) if ragged else train
+    yield "train", work, _best(gradients, cuda)
     yield "update", update, _best(lambda: engine.optim_step(0.0), cuda, before=gradients)
 
 
@@ -150,7 +163,8 @@ def _generated(case: Case, cuda: bool) -> Iterator[tuple[str, Work, float]]:
     from palestra.generate.types import Request, Sampling
 
     model, used, (*_, vocab, rows, length) = _model(case, cuda), 2 if cuda else 4, case
-    engine = Engine(model, eos=frozenset(), device="cuda" if cuda else "cpu", max_running=rows)
+    place, context = "cuda" if cuda else "cpu", length + DECODED + 1
+    engine = Engine(model, eos=frozenset(), device=place, context=context, max_running=rows)
     generator = torch.Generator().manual_seed(0)  # no prompt is like one before
 
     def seconds(new: int) -> float:
@@ -170,31 +184,41 @@ def _generated(case: Case, cuda: bool) -> Iterator[tuple[str, Work, float]]:
 
 
 def _with_runs(device: Device, shape: dict[str, Any], tell: Callable[[str], None]) -> Device:
-    """With what only runs show: Python for each completion and step, processes, collectives between them."""
+    """With what only runs show: Python of steps and completions, memory of processes, what they do to each other."""
 
-    def run(name: str, **changes: Any) -> tuple[Measured, Plan]:
+    def run(name: str, wider: int = 1, **changes: Any) -> tuple[Measured, Plan, float]:
+        scaled = {key: count * (1 if key == "layers" else wider) for key, count in shape.items()}
         with TemporaryDirectory() as folder:
-            spec, known = small(Path(folder), shape, **changes)
+            spec, known = small(Path(folder), scaled, **changes)
             found = measured(spec, Path(folder))
             plan = Search(open_job(load(spec).spec, known=known), Pool(device, 2, 1)).written()
         assert plan is not None
-        tell(f"{name}: {found.step:.3f} s a step, {plan.step:.3f} by its kernels")
-        return found, plan
+        tell(f"{name}: {found.step:.3f} s a step, {plan.step:.3f} by what is known so far")
+        return found, plan, max(0.0, found.peak - sum(plan.memory.values()))
 
-    rest: list[tuple[Work, float]] = []
-    bases: list[float] = []
-    for prompts in (4, 24):
-        found, plan = run(f"{8 * prompts} completions", train={"prompts_per_step": prompts})
-        rest.append((Work(rows=8.0 * prompts, steps=1.0), max(1e-6, found.processor - plan.step)))
-        bases.append(found.peak - sum(plan.memory.values()))
-    device.prices["complete"] = fitted(rest)
+    found, plan, more = run("pretraining", kind="pretrain", train={"batch": 8})
+    device.prices["update"] = device.prices["update"].plus(Work(steps=max(0.0, found.step - plan.step)))
+    device = replace(device, base=more) if device.cpu else device
+    runs, known, bytes_ = [], [], []
+    for prompts, new in ((4, 24), (24, 24), (5, 96)):
+        changes = {"train": {"prompts_per_step": prompts}, "rollout": {"max_new_tokens": new}}
+        found, plan, more = run(f"{8 * prompts} completions of {new} tokens", **changes)
+        runs.append((Work(launches=8.0 * ceil(new / 8), rows=8.0 * prompts, steps=1.0), found.step))
+        known.append(plan.step)
+        bytes_.append(more)
+    device.prices["complete"] = fitted(runs, known)
     if not device.cpu:
         return device
-    device = replace(device, base=float(np.mean(bases)))
-    found, plan = run("a generator apart", train={"prompts_per_step": 12}, cluster={"generators": 1})
+    device, many = replace(device, sampling=float(np.mean(bytes_))), {"train": {"prompts_per_step": 12}}
+    found, plan, _ = run("a generator apart", **many, cluster={"generators": 1})
     device.prices["apart"] = Work(rows=max(0.0, found.step - plan.step) / 96)
-    found, plan = run("two processes", kind="pretrain", devices=2, train={"batch": 8})
-    known = train_step(plan.job, plan.layout, plan.pool).seconds
-    per = train_step(plan.job, plan.layout, replace(plan.pool, device=replace(device, hop=1.0))).seconds - known
-    more = max(0.0, found.peak - sum(plan.memory.values()))
-    return replace(device, hop=max(0.0, found.step - known) / per, joined=more)
+    stale = {"train": {"prompts_per_step": 8}, "rollout": {"staleness": 1}}
+    found, plan, _ = run("a generator apart, staleness 1", 3, **stale, cluster={"generators": 1})
+    device = replace(device, crowd=max(0.0, found.step / plan.step - 1))
+    found, plan, more = run("two trainers", kind="pretrain", devices=2, train={"batch": 8})
+    device = replace(device, hop=1.0, joined=more)
+    waits = train_step(plan.job, plan.layout, replace(plan.pool, device=device)).seconds - plan.train.seconds
+    device = replace(device, hop=max(0.0, found.step / (1 + device.crowd) - plan.train.seconds) / waits)
+    found, plan, _ = run("two trainers, a generator apart", **many, cluster={"trainers": 2, "generators": 1})
+    device.prices["joined"] = Work(rows=max(0.0, found.step - plan.step) / 96)
+    return device

@@ -67,8 +67,10 @@ class Phase(NamedTuple):
 def train_work(job: Job, layout: Layout, *, cpu: bool) -> tuple[Work, Work]:
     """Of one process in a step: gradients, and optimizer."""
     shape, forwards, micros = job.shape, job.forwards(layout.checkpointing), micro_batches(job, layout)
+    passes = forwards / 3  # forward and backward
     tokens = job.trained / layout.processes
     flops = forwards * tokens * shape.flops_per_token(round(job.length / 2))
+    flops += tokens * scored_again(shape) * (job.spec.kind not in ("pretrain", "sft"))
     if job.spec.optim.name == "muon":  # its products are as those of training
         sides = [(min(pair), max(pair)) for pair in matrices(shape).values()]
         orthogonal = shape.layers * sum(5 * (4 * s * s * long + 2 * s**3) for s, long in sides)
@@ -76,13 +78,18 @@ def train_work(job: Job, layout: Layout, *, cpu: bool) -> tuple[Work, Work]:
     train = Work(
         flops=flops,
         bytes=forwards * tokens * traffic(shape, job.used(cpu)),
-        launches=forwards / 3 * micros * shape.layers / layout.pipeline,
-        rows=0.0 if job.spec.kind == "pretrain" else job.sequences / layout.apart,  # of unequal lengths
-        steps=micros,
+        launches=passes * micros * shape.layers / layout.pipeline,
+        rows=0.0 if job.spec.kind == "pretrain" else passes * job.sequences / layout.apart,  # of unequal lengths
+        steps=passes * micros,
     )
     parameters = shape.parameters() / (layout.processes / layout.data)
     update = Work(0.0, 28 * parameters, shape.layers / layout.pipeline, 0.0, 1.0)
     return train, update.times(job.updates * (2 if job.critic else 1))
+
+
+def scored_again(shape: Shape) -> float:
+    """Operations a token of computing the scores of its vocabulary twice: where gradients wait for all of a batch."""
+    return 2.0 * (shape.vocab or 0) * shape.width
 
 
 def micro_batches(job: Job, layout: Layout) -> int:
@@ -103,47 +110,38 @@ def train_step(job: Job, layout: Layout, pool: Pool) -> Phase:
     train, update = train_work(job, layout, cpu=pool.device.cpu)
     hides = pool.device.parts("train", train)
     parts = hides.plus(pool.device.parts("update", update))
-    gather = _gather(job, layout, pool)
+    outside, inside = _collectives(job, layout, pool)
     if not pool.device.cpu:  # where the processor sends, nothing hides it
-        gather = max(0.0, gather - sum(hides)) + gather / job.shape.layers
-    exposed = _axes(job, layout, pool) + gather
-    bubble = (layout.pipeline - 1) / (micro_batches(job, layout) / job.updates) * (sum(parts) + exposed)
-    return Phase.of(parts, exposed, bubble)
+        outside = max(0.0, outside - sum(hides)) + outside / job.shape.layers
+    bubble = (layout.pipeline - 1) / (micro_batches(job, layout) / job.updates) * (sum(parts) + outside + inside)
+    return Phase.of(parts, outside + inside, bubble)
 
 
-def _gather(job: Job, layout: Layout, pool: Pool) -> float:
-    """Seconds in which parameters are gathered and gradients spread (FSDP, FP32), which computing can hide."""
-    apart, hop = layout.shard * layout.context, pool.device.hop
-    share = 4 * job.shape.parameters() / (layout.tensor * layout.pipeline * layout.expert)
-    seconds = 0.0
-    if apart > 1:
-        wait = 3 * job.shape.layers / layout.pipeline * hop * log2(2 * apart)
-        moved = 3 * share * (apart - 1) / apart / (WIRE * pool.bandwidth(apart * layout.tensor))
-        seconds += micro_batches(job, layout) * (moved + wait)
-    if layout.data > 1:
-        every = 2 * share / apart * (layout.data - 1) / layout.data
-        seconds += job.updates * (every / (WIRE * pool.bandwidth(layout.processes)) + hop * log2(2 * layout.data))
-    return seconds
+def _collectives(job: Job, layout: Layout, pool: Pool) -> tuple[float, float]:
+    """Seconds to gather parameters and add gradients (FSDP, FP32), which computing can hide; and inside layers."""
+    shape, tensor, apart, micros = job.shape, layout.tensor, layout.shard * layout.context, micro_batches(job, layout)
+    layers, used = micros * shape.layers / layout.pipeline, job.used(pool.device.cpu)
+    share = 4 * shape.parameters() / (tensor * layout.pipeline * layout.expert)
+    numbers = job.trained / layout.apart * used * shape.layers / layout.pipeline / layout.context / tensor
+    heads = (2 * shape.heads + 2 * shape.kv) * shape.dim / layout.context
+    active = (shape.moe.active if shape.moe is not None else 0) / layout.expert
 
+    def seconds(*kinds: tuple[int, float, float, int]) -> float:
+        """Of processes, how often, bytes that each sends in all of them, and processes side by side around them."""
+        moved = (sent * (size - 1) / size / (WIRE * pool.bandwidth(near)) for size, _, sent, near in kinds)
+        waits = (often * pool.device.hop * log2(2 * size) for size, often, *_ in kinds if size > 1)
+        return sum(moved) + sum(waits)
 
-def _axes(job: Job, layout: Layout, pool: Pool) -> float:
-    """Seconds of the collectives inside layers, which nothing hides."""
-    shape, used, tensor = job.shape, job.used(pool.device.cpu), layout.tensor
-    micros, layers = micro_batches(job, layout), shape.layers / layout.pipeline
-    numbers = job.trained / layout.apart * used * layers / layout.context
-    heads = (2 * shape.heads + 2 * shape.kv) * shape.dim
-    active = shape.moe.active if shape.moe is not None else 0
-    seconds = 0.0
-    # Collectives of a layer, forward and backward; bytes that each process sends in all of them.
-    for size, count, moved, group in (
-        (tensor, 8, 8 * numbers * shape.width, tensor),
-        (layout.context, 4, 2 * numbers * heads / tensor, tensor * layout.context),
-        (layout.expert, 4, 4 * numbers * active * shape.width / tensor, tensor * layout.expert),
-    ):
-        if size > 1:
-            seconds += moved * (size - 1) / size / size / (WIRE * pool.bandwidth(group))
-            seconds += micros * layers * count * pool.device.hop * log2(2 * size)
-    return seconds
+    outside = seconds(
+        (apart, 3 * layers + 2 * micros, 3 * micros * share, apart * tensor),  # embeddings are gathered once
+        (layout.data, job.updates, 2 * job.updates * share / apart, layout.processes),
+    )
+    inside = seconds(  # forward and backward
+        (tensor, 8 * layers, 8 * numbers * shape.width, tensor),
+        (layout.context, 4 * layers, 2 * numbers * heads, tensor * layout.context),
+        (layout.expert, 4 * layers, 4 * numbers * active * shape.width, tensor * layout.expert),
+    )
+    return outside, inside
 
 
 class Sampling(NamedTuple):
@@ -154,6 +152,7 @@ class Sampling(NamedTuple):
     start: float  # seconds of a prompt, which all completions of a group share
     slots: int  # rows at once
     parts: Phase  # of a decode step with all rows that there are
+    weights: float  # bytes
     needed: float  # bytes of weights and of the rows' keys and values
 
 
@@ -182,7 +181,8 @@ def sampling(job: Job, pool: Pool, rows: float, *, tensor: int = 1, room: float 
     prompt = Work(flops * job.prompt, job.prompt * traffic(shape, used) / tensor, 0.0, 1.0, 0.0)
     parts = Phase.of(fixed.plus(row.times(slots)), wait + wire * slots)
     needed = weights + slots * keys * (job.prompt + job.new)
-    return Sampling(sum(fixed) + wait, sum(row) + wire, device.seconds("prefill", prompt), slots, parts, needed)
+    start = device.seconds("prefill", prompt)
+    return Sampling(sum(fixed) + wait, sum(row) + wire, start, slots, parts, weights, needed)
 
 
 def publish(job: Job, layout: Layout, pool: Pool, generators: int, tensor: int = 1) -> float:
@@ -215,4 +215,5 @@ def trainer_memory(job: Job, layout: Layout, pool: Pool, *, generates: bool) -> 
         new = job.rollout.rollout.max_new_tokens
         most = (job.rollout.rollout.max_prompt_tokens or job.prompt) + new
         rows["KV cache"] = rows.pop(KV_CACHE) * (job.length if device.cpu else PAGE * ceil(most / PAGE)) / new
-    return rows | {"process": device.base + device.joined * (layout.processes > 1)}
+    more = device.sampling * (job.rollout is not None) + device.joined * (layout.processes > 1)
+    return rows | {"process": device.base + more}

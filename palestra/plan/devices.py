@@ -14,9 +14,9 @@ from palestra.spec.source import read_file
 
 GB, TERA = 1e9, 1e12
 CPU = "cpu"
-PHASES = ("train", "update", "prefill", "decode", "complete", "apart", "publish")
-"""Gradients, the optimizer, prompts, a decode step, what a completion costs besides, the same more with a generator
-apart, weights to a generator."""
+PHASES = ("train", "update", "prefill", "decode", "publish", "complete", "apart", "joined")
+"""Gradients, the optimizer, prompts, a decode step, weights to a generator; and what Python costs besides: of a
+completion, a decode step (`launches`) and a step; more of a completion with a generator apart, or several trainers."""
 
 
 class Work(NamedTuple):
@@ -45,7 +45,9 @@ class Device:
     network: float  # bytes a second to a device of another machine, one way
     prices: dict[str, Work]  # seconds per unit of work, by phase; times add up, because kernels of each kind take turns
     hop: float = 8e-6  # seconds that a collective waits for each doubling of its processes
+    crowd: float = 0.0  # what more a process takes to compute while others of the machine do
     base: float = 0.7 * GB  # bytes that a process takes before it has a model
+    sampling: float = 0.0  # bytes more of a process that has completions sampled
     joined: float = 0.0  # bytes more of a process that trains with others
     source: str = "published peaks"  # where the prices come from
 
@@ -77,7 +79,7 @@ def _from_peaks(name: str, memory: float, flops: float, bandwidth: float, link: 
         "prefill": Work(flop / 0.42, byte / 0.9, 30e-6, 0.0, 1e-3),
         "decode": Work(flop / 0.376, byte / 0.889, 14.8e-6, 1.6e-6, 0.0),
         "complete": Work(0.0, 0.0, 0.0, 0.4e-3, 2e-3),
-        "apart": Work(),
+        **{"apart": Work(), "joined": Work()},
         "publish": Work(0.0, byte / 0.4, 0.5e-3, 0.0, 2e-3),
     }
     return Device(name, memory * GB, link * GB, network * GB, prices)

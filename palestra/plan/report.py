@@ -44,32 +44,19 @@ def _named(phase: Phase, who: str) -> tuple[str, str]:
 
 def as_json(plan: Plan, price: float | None) -> dict[str, Any]:
     """All that is known of a plan."""
-    (what, sentence), sample, device = binds(plan), plan.sample, plan.pool.device
+    (what, sentence), sample, layout, device = binds(plan), plan.sample, plan.layout, plan.pool.device
     return {
-        "devices": plan.devices,
-        "device": device.name,
-        "rates": device.source,
-        "trainers": plan.layout.processes,
-        "parallel": plan.layout.axes,
-        "checkpointing": plan.layout.checkpointing,
-        "micro_tokens": plan.layout.micro,
-        "generators": plan.generators,
+        **{"devices": plan.devices, "device": device.name, "rates": device.source},
+        **{"trainers": layout.processes, "parallel": layout.axes, "generators": plan.generators},
+        **{"checkpointing": layout.checkpointing, "micro_tokens": layout.micro, "rows": sample.slots if sample else 0},
         "generator_devices": plan.tensor if plan.generators else 0,
-        "rows": sample.slots if sample else 0,
         "trainer_bytes": {name: round(count) for name, count in plan.memory.items()},
         "trainer_peak": sum(round(count) for count in plan.memory.values()),
         "generator_peak": round(sample.needed + device.base) if sample and plan.generators else 0,
-        "train_seconds": plan.trained_in,
-        "publish_seconds": plan.publish,
-        "step_seconds": plan.step,
-        "tokens_per_second": plan.job.sampled / plan.step,
-        "steps_per_hour": 3600 / plan.step,
-        "hours": plan.hours,
-        "lost": plan.lost,
+        **{"train_seconds": plan.trained_in, "publish_seconds": plan.publish, "step_seconds": plan.step},
+        **{"tokens_per_second": plan.job.sampled / plan.step, "steps_per_hour": 3600 / plan.step},
+        **{"hours": plan.hours, "lost": plan.lost, "binds": what, "why": sentence, "assumed": list(plan.job.assumed)},
         "cost": None if price is None else price * plan.devices * plan.hours,
-        "binds": what,
-        "why": sentence,
-        "assumed": list(plan.job.assumed),
         "simulated": None if plan.outcome is None else plan.outcome._asdict(),
     }
 
@@ -94,8 +81,8 @@ def lines(plan: Plan, written: Plan | None, price: float | None, spec: str) -> I
     yield f"model of {size}, {job.sampled:,.0f} tokens a step, {job.spec.train.steps} steps"
     if job.assumed:
         yield f"assumed: {'; '.join(job.assumed)}"
-    rows = {} if written is None else {"as written": _column(written, price)}
-    rows["best"] = _column(plan, price)
+    columns = {"as written": written, "best": plan}
+    rows = {name: _column(as_json(one, price)) for name, one in columns.items() if one is not None}
     yield f"\n{'':<22}" + "".join(f"{name:>22}" for name in rows)
     for key in rows["best"]:
         yield f"{key:<22}" + "".join(f"{column[key]:>22}" for column in rows.values())
@@ -103,9 +90,8 @@ def lines(plan: Plan, written: Plan | None, price: float | None, spec: str) -> I
     held_by = ", ".join(f"{name} {_size(count)}" for count, name in held)
     yield f"\nmemory of a trainer: {held_by} of {_size(pool.device.memory)}"
     if sample is not None and plan.generators:
-        weights = job.shape.parameters() * job.used(pool.device.cpu) / plan.tensor
-        keys = f"keys and values of {sample.slots} rows {_size(sample.needed - weights)}"
-        yield f"memory of a generator: weights {_size(weights)}, {keys}"
+        keys = f"keys and values of {sample.slots} rows {_size(sample.needed - sample.weights)}"
+        yield f"memory of a generator: weights {_size(sample.weights)}, {keys}"
     yield f"what binds: {': '.join(binds(plan))}"
     if plan.devices < pool.count:
         yield f"{pool.count - plan.devices} devices are left out: with them it would not be faster"
@@ -115,19 +101,19 @@ def lines(plan: Plan, written: Plan | None, price: float | None, spec: str) -> I
     yield f"palestra train {' '.join([spec, *overrides(plan)])}"
 
 
-def _column(plan: Plan, price: float | None) -> dict[str, str]:
-    row = {
-        "trainers": str(plan.layout.processes),
-        "layout": ", ".join(f"{axis} {size}" for axis, size in plan.layout.axes.items()) or "–",
-        "generators": (f"{plan.generators}" + f" × {plan.tensor}" * (plan.tensor > 1)) if plan.generators else "–",
-        "devices used": str(plan.devices),
-        "memory of a trainer": _size(sum(plan.memory.values())),
-        "seconds a step": f"{plan.step:.3g}",
-        "tokens/s": f"{plan.job.sampled / plan.step:,.0f}",
-        "steps/h": f"{3600 / plan.step:,.1f}",
-        "hours to the end": f"{plan.hours:.2f}",
+def _column(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "trainers": str(row["trainers"]),
+        "layout": ", ".join(f"{axis} {size}" for axis, size in row["parallel"].items()) or "–",
+        "generators": f"{row['generators'] or '–'}" + f" × {row['generator_devices']}" * (row["generator_devices"] > 1),
+        "devices used": str(row["devices"]),
+        "memory of a trainer": _size(row["trainer_peak"]),
+        "seconds a step": f"{row['step_seconds']:.3g}",
+        "tokens/s": f"{row['tokens_per_second']:,.0f}",
+        "steps/h": f"{row['steps_per_hour']:,.1f}",
+        "hours to the end": f"{row['hours']:.2f}",
+        **({} if row["cost"] is None else {"cost": f"${row['cost']:,.2f}"}),
     }
-    return row | ({} if price is None else {"cost": f"${price * plan.devices * plan.hours:,.2f}"})
 
 
 def _size(count: float) -> str:

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
-from math import ceil, exp, inf, log, sqrt
+from math import ceil, exp, log, sqrt
 from typing import Any
 
 from palestra.errors import UsageError
 from palestra.plan.costs import Layout, Phase, Sampling, publish, sampling, train_step, trainer_memory
-from palestra.plan.devices import Pool, Work
+from palestra.plan.devices import Pool
 from palestra.plan.job import Job
 from palestra.plan.simulate import TRAINER, Loop, Outcome, simulate
 from palestra.spec.parallel import ParallelSpec
@@ -52,7 +52,13 @@ class Plan:
         """Seconds of a training step, with the slowest of its devices and those that share one."""
         processes, device = self.layout.processes, self.pool.device
         slowest = 1.0 if device.cpu else exp(UNEVENNESS * sqrt(2 * log(processes)))
-        return self.train.seconds * max(1.0, processes / self.on) * slowest
+        return self.train.seconds * max(1.0, processes / self.on) * slowest * self._crowded(processes, self.generators)
+
+    def _crowded(self, at_work: int, others: int) -> float:
+        """How much slower those at work are because of each other, and of others unless all take turns."""
+        rollout = self.job.rollout
+        at_once = at_work + (others if rollout is not None and rollout.rollout.staleness else 0)
+        return 1 + self.pool.device.crowd * (at_once > 1)
 
     @cached_property
     def loop(self) -> Loop | None:
@@ -60,34 +66,34 @@ class Plan:
         rollout, sample, device = self.job.rollout, self.sample, self.pool.device
         if rollout is None or sample is None:
             return None
-        timed = [cadence.seconds for cadence in rollout.every.checkpoint if cadence.is_time]
+        processes, apart = self.layout.processes, bool(self.generators)
+        own, sampled = device.prices["complete"], self.job.sampled / max(1, self.generators)
+        # Of each second of a generator, what the trainer lends it where both share a core.
+        lent = max(0.0, (processes + self.generators * self.tensor) / self.on - 1) * (rollout.rollout.staleness > 0)
+        joined, slower = processes > 1, self._crowded(self.generators, processes) if apart else 1.0
         return Loop(
-            prompts=rollout.train.prompts_per_step,
-            group=rollout.rollout.group,
-            staleness=rollout.rollout.staleness,
-            train=self.trained_in,
-            publish=self.publish + device.seconds("complete", Work(steps=1.0)),
+            **{"prompts": rollout.train.prompts_per_step, "group": rollout.rollout.group},
+            **{"staleness": rollout.rollout.staleness, "running": rollout.rollout.running},
+            **{"mean": self.job.new, "spread": self.job.spread, "longest": rollout.rollout.max_new_tokens},
+            **{"slots": sample.slots, "base": slower * (sample.base + own.launches), "each": slower * sample.each},
+            **{"verify": self.job.verify, "verifiers": self.verifiers},
+            start=sample.start + apart * rollout.rollout.group * device.prices["apart"].rows,
+            train=self.trained_in + lent * slower * sampled * (sample.base / sample.slots + sample.each),
+            complete=sum(device.prices[name].rows for name in ("complete", "joined")[: 1 + joined]),
+            publish=self.publish + own.steps,
             fetch=min(self.publish, 1.0),
             generators=max(1, self.generators),
-            slots=sample.slots,
-            base=sample.base,
-            each=sample.each,
-            start=sample.start + device.seconds("apart", Work(rows=rollout.rollout.group * bool(self.generators))),
-            mean=self.job.new,
-            spread=self.job.spread,
-            longest=rollout.rollout.max_new_tokens,
             burst=8 if device.cpu else 16,
-            verify=self.job.verify,
-            verifiers=self.verifiers,
-            complete=device.seconds("complete", Work(rows=1.0)),
-            together=not self.generators or self.on <= self.layout.processes,
-            cores=max(1.0, self.on / self.tensor) if self.generators else inf,
-            trainers=self.layout.processes if self.on > self.layout.processes else 0,
-            running=rollout.rollout.running,
+            devices=self.on / self.tensor if apart else 1.0,
+            trainers=processes / self.tensor if apart else 1.0,
             unevenness=0.0 if device.cpu else UNEVENNESS,
-            restart=RESTART,
-            repeat=min(timed, default=600.0) / 2,
+            **{"restart": RESTART, "repeat": self.repeat},
         )
+
+    @property
+    def repeat(self) -> float:
+        """Seconds that a trainer does again after a failure: half of those between two checkpoints."""
+        return min((each.seconds for each in self.job.spec.every.checkpoint if each.is_time), default=600.0) / 2
 
     @cached_property
     def estimate(self) -> float:
@@ -106,7 +112,7 @@ class Plan:
         work = every + waves * loop.mean * loop.base
         if loop.together:
             return mine + max(work, verdicts)
-        last = tail * (loop.base + rows * loop.each) / (1 + loop.staleness)
+        last = tail * (loop.base + rows / 2 * loop.each) / (1 + loop.staleness)  # others end before the longest
         return max(mine, work + loop.fetch, last, verdicts)
 
     @cached_property
@@ -123,9 +129,8 @@ class Plan:
     def lost(self) -> float:
         """Share of the time that failures cost: how often, by how late one makes the steps of a simulation."""
         each, loop = self.job.mtbf * 3600, self.loop
-        if loop is None or self.outcome is None:
-            timed = [cadence.seconds for cadence in self.job.spec.every.checkpoint if cadence.is_time]
-            return min(0.9, self.layout.processes / each * (RESTART + min(timed, default=600.0) / 2))
+        if loop is None:
+            return min(0.9, self.layout.processes / each * (RESTART + self.repeat))
         small, lost = scaled(loop), 0.0
         when, steps = 1.5 * self.step, STEPS * (1 + loop.staleness)
         for who, count in ((TRAINER, self.layout.processes), (0, small.generators * self.tensor)):
@@ -156,15 +161,10 @@ def scaled(loop: Loop) -> Loop:
     """Fewer generators and prompts, with as many rows on each and as many steps between them."""
     most = min(loop.generators, max(1, loop.prompts * loop.group // SIMULATED))
     factor = next(f for f in range(most, 0, -1) if loop.generators % f == 0 and loop.prompts % f == 0)
-    return replace(
-        loop,
-        generators=loop.generators // factor,
-        prompts=loop.prompts // factor,
-        verifiers=max(1, loop.verifiers // factor),
-        complete=loop.complete * factor,
-        running=None if loop.running is None else max(1, loop.running // factor),
-        cores=inf if factor > 1 else loop.cores,
-    )
+    fewer: dict[str, Any] = {name: getattr(loop, name) // factor for name in ("generators", "prompts")}
+    fewer |= {name: max(1, getattr(loop, name) // factor) for name in ("verifiers", "running") if getattr(loop, name)}
+    fewer |= {"devices": loop.devices / factor, "trainers": loop.trainers / factor}
+    return replace(loop, **fewer, complete=loop.complete * factor)
 
 
 class Search:
@@ -172,7 +172,7 @@ class Search:
 
     def __init__(self, job: Job, pool: Pool):
         self.job, self.pool = job, pool
-        self._layouts: dict[tuple[int, bool], Plan | None] = {}
+        self.trainer = cache(self._fastest)
         self.least: tuple[float, str] | None = None
         """The fewest bytes that a device would have to hold, and for what: for people, where nothing fits."""
 
@@ -192,7 +192,7 @@ class Search:
 
         total, candidates = self.pool.count, []
         while total >= 1:
-            candidates += sorted(self.plans(total), key=lambda plan: score(plan, plan.estimate))[:2]
+            candidates += sorted(self.plans(total), key=lambda plan: score(plan, plan.estimate))[:3]
             total //= 2
         if not candidates:
             raise UsageError(self._fits_nowhere())
@@ -216,13 +216,8 @@ class Search:
                     yield plan
                     break
 
-    def trainer(self, count: int, generates: bool) -> Plan | None:
-        """The fastest layout of so many processes that fits; None where none does."""
-        if (count, generates) not in self._layouts:
-            self._layouts[count, generates] = self._fastest(count, generates)
-        return self._layouts[count, generates]
-
     def _fastest(self, count: int, generates: bool) -> Plan | None:
+        """The fastest layout of so many processes that fits; None where none does."""
         axes = sorted(self._axes(count), key=lambda layout: train_step(self.job, layout, self.pool).seconds)
         own = self.job.spec.train.micro_tokens
         micros = sorted({max(micro, ceil(self.job.longest)) for micro in (own // 4, own, 4 * own)})

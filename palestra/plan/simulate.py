@@ -8,9 +8,11 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count, groupby
 from math import ceil, exp, inf, log, sqrt
 from random import Random
+from statistics import NormalDist
 from typing import NamedTuple
 
 TRAINER = -1
@@ -39,14 +41,18 @@ class Loop:
     verify: float = 0.0
     verifiers: int = 1
     complete: float = 0.0  # of the first trainer's processor for each completion
-    together: bool = False  # generators and trainer share one device: nothing is decoded while it trains
-    cores: float = inf  # devices that generators share while nothing is trained
-    trainers: int = 0  # how many of them training takes away
+    devices: float = inf  # that generators share
+    trainers: float = 0.0  # how many of them training takes away; if it takes all, nothing is decoded meanwhile
     running: int | None = None  # most groups in flight
     unevenness: float = 0.0  # standard deviation of the logarithm of the generators' speeds
     restart: float = 0.0  # from a failure to work; a trainer also repeats what was done since a checkpoint
     repeat: float = 0.0
     seed: int = 0
+
+    @property
+    def together(self) -> bool:
+        """Whether generators and trainer take turns."""
+        return self.devices <= self.trainers
 
 
 class Outcome(NamedTuple):
@@ -63,11 +69,22 @@ class Outcome(NamedTuple):
 
 def lengths(loop: Loop, number: int) -> list[int]:
     """Tokens of the completions of a group."""
-    if loop.spread == 0:
-        return [max(1, min(loop.longest, round(loop.mean)))] * loop.group
-    random, sigma = Random(f"{loop.seed} {number}"), sqrt(log(1 + loop.spread**2))
-    middle = log(loop.mean) - sigma**2 / 2
+    random, (middle, sigma) = Random(f"{loop.seed} {number}"), _log_normal(loop.mean, loop.spread, loop.longest)
     return [max(1, min(loop.longest, round(exp(random.gauss(middle, sigma))))) for _ in range(loop.group)]
+
+
+@cache
+def _log_normal(mean: float, spread: float, longest: int) -> tuple[float, float]:
+    """Mean and deviation of the logarithm, such that what is cut at `longest` has the mean; by bisection."""
+    sigma, low, high = sqrt(log(1 + spread**2)), log(mean) - 2 * spread, log(mean) + 3 * spread
+    if sigma == 0 or mean >= longest:
+        return log(min(mean, longest)), 0.0
+    for _ in range(50):
+        middle, normal = (low + high) / 2, NormalDist()
+        below = exp(middle + sigma**2 / 2) * normal.cdf((log(longest) - middle - sigma**2) / sigma)
+        cut = below + longest * (1 - normal.cdf((log(longest) - middle) / sigma))
+        low, high = (middle, high) if cut < mean else (low, middle)
+    return middle, sigma
 
 
 def simulate(loop: Loop, steps: int = 8, failures: Sequence[tuple[float, int]] = ()) -> Outcome:
@@ -76,7 +93,7 @@ def simulate(loop: Loop, steps: int = 8, failures: Sequence[tuple[float, int]] =
     simulation.run(loop.staleness + 2)
     begin, busy = simulation.now, simulation.busy()
     for when, who in failures:
-        simulation.at(begin + when, "failed", who)
+        simulation.at(begin + when, simulation.failed, who)
     simulation.run(loop.staleness + 2 + steps)
     seconds, ages = simulation.now - begin, simulation.ages[-steps * loop.prompts :]
     trained, verified, decoded, thin = (b - a for a, b in zip(busy, simulation.busy(), strict=True))
@@ -100,6 +117,7 @@ class _Generator:
     decoded: float = 0.0  # decode steps
     frozen: float = 0.0  # until when it decodes nothing
     alarm: int = -1  # the event at which its first row ends; earlier ones are void
+    load: int = 0  # completions that it has
     busy: float = 0.0
     thin: float = 0.0
 
@@ -109,10 +127,8 @@ class _Simulation:
         self.loop, self.now, self.version, self.admitted = loop, 0.0, 0, 0
         random = Random(f"{loop.seed} speeds")
         self.generators = [_Generator(exp(random.gauss(0, loop.unevenness))) for _ in range(loop.generators)]
-        self.loads = [0] * loop.generators
-        """Completions that each generator has."""
         self.full = min(loop.slots, loop.prompts * loop.group * (loop.staleness + 1) / loop.generators)
-        self.events: list[tuple[float, int, str, int]] = []
+        self.events: list[tuple] = []  # when, number, what to call and with what
         self.order = count()
         self.left: dict[int, int] = {}
         """Completions of a group in flight that are not verified."""
@@ -127,8 +143,13 @@ class _Simulation:
 
     def run(self, version: int) -> None:
         while self.version < version:
-            self.now, number, kind, what = heapq.heappop(self.events)
-            getattr(self, f"on_{kind}")(what, number)
+            self.now, self.event, call, given = heapq.heappop(self.events)
+            call(*given)
+
+    def at(self, when: float, call: object, *given: object) -> int:
+        number = next(self.order)
+        heapq.heappush(self.events, (when, number, call, given))
+        return number
 
     def busy(self) -> tuple[float, ...]:
         """Seconds of all that work, so far."""
@@ -136,11 +157,6 @@ class _Simulation:
             self.advance(generator)
         sums = (sum(getattr(each, name) for each in self.generators) for name in ("busy", "thin"))
         return (self.trained_for, self.verified_for, *sums)
-
-    def at(self, when: float, kind: str, what: int = 0) -> int:
-        number = next(self.order)
-        heapq.heappush(self.events, (when, number, kind, what))
-        return number
 
     # ---- generators
 
@@ -150,19 +166,17 @@ class _Simulation:
         while self.admitted < most and (loop.running is None or len(self.left) < loop.running):
             number, self.admitted = self.admitted, self.admitted + 1
             self.born[number], self.left[number] = self.version, loop.group
-            steps = (loop.burst * ceil(length / loop.burst) for length in lengths(loop, number))
-            self.place([(number, length) for length in steps])
+            self.place([(number, loop.burst * ceil(length / loop.burst)) for length in lengths(loop, number)])
 
     def place(self, completions: list[tuple[int, int]]) -> None:
         """Give completions of one group to the least busy generator, which decodes nothing during the prompt."""
-        index = min(range(len(self.generators)), key=self.loads.__getitem__)
-        self.loads[index] += len(completions)
-        self.generators[index].waiting.extend(completions)
-        self.freeze(index, self.loop.start)
+        generator = min(self.generators, key=lambda each: each.load)
+        generator.load += len(completions)
+        generator.waiting.extend(completions)
+        self.freeze(generator, self.loop.start)
 
-    def freeze(self, index: int, seconds: float = 0.0) -> None:
+    def freeze(self, generator: _Generator, seconds: float = 0.0) -> None:
         """Decode nothing for so long; start what there is room for, and set the alarm for the row that ends first."""
-        generator = self.generators[index]
         self.advance(generator)
         generator.frozen = max(generator.frozen, self.now) + seconds
         while generator.waiting and len(generator.rows) < self.loop.slots:
@@ -170,12 +184,13 @@ class _Simulation:
             heapq.heappush(generator.rows, _Row(generator.decoded + length, number, length))
         if generator.rows:
             left = (generator.rows[0].end - generator.decoded) * self.pace(generator)
-            generator.alarm = self.at(generator.frozen + left, "end", index)
+            generator.alarm = self.at(generator.frozen + left, self.ended, generator)
 
     def pace(self, generator: _Generator) -> float:
-        """Seconds of a decode step."""
-        crowd = len(self.generators) / (self.loop.cores - self.training * self.loop.trainers)
-        return (self.loop.base + len(generator.rows) * self.loop.each) * generator.slowness * max(1.0, crowd)
+        """Seconds of a decode step; while both take turns, generators have all devices whenever they decode."""
+        loop = self.loop
+        crowd = loop.generators / (loop.devices - self.training * loop.trainers * (not loop.together))
+        return (loop.base + len(generator.rows) * loop.each) * generator.slowness * max(1.0, crowd)
 
     def advance(self, generator: _Generator) -> None:
         """Count what was decoded since the last time."""
@@ -186,16 +201,15 @@ class _Simulation:
         generator.thin += (self.now - generator.clock) * (2 * len(generator.rows) < self.full)
         generator.clock = self.now
 
-    def on_end(self, index: int, number: int) -> None:
-        generator = self.generators[index]
-        if generator.alarm != number:
+    def ended(self, generator: _Generator) -> None:
+        if generator.alarm != self.event:
             return
         self.advance(generator)
         generator.decoded = max(generator.decoded, generator.rows[0].end)
         while generator.rows and generator.rows[0].end <= generator.decoded + 1e-9:
             self.unverified.append(heapq.heappop(generator.rows).number)
-            self.loads[index] -= 1
-        self.freeze(index)
+            generator.load -= 1
+        self.freeze(generator)
         self.verify()
 
     # ---- verifiers and trainer
@@ -203,9 +217,9 @@ class _Simulation:
     def verify(self) -> None:
         while self.unverified and self.verifying < self.loop.verifiers:
             self.verifying += 1
-            self.at(self.now + self.loop.verify, "verdict", self.unverified.popleft())
+            self.at(self.now + self.loop.verify, self.verified, self.unverified.popleft())
 
-    def on_verdict(self, group: int, _: int) -> None:
+    def verified(self, group: int) -> None:
         self.verifying -= 1
         self.verified_for += self.loop.verify
         self.left[group] -= 1
@@ -228,41 +242,41 @@ class _Simulation:
         self.ages += [self.version - self.born.pop(heapq.heappop(self.ready)) for _ in range(loop.prompts)]
         seconds = loop.train + loop.complete * loop.prompts * loop.group
         self.switch(True, seconds if loop.together else 0.0)
-        self.at(self.now + seconds, "trained")
+        self.at(self.now + seconds, self.trained)
 
-    def switch(self, training: bool, frozen: float) -> None:
+    def switch(self, training: bool, frozen: float = 0.0) -> None:
         """Training begins, publishes or ends, which changes what generators have."""
         for generator in self.generators:
             self.advance(generator)
         self.training = training
-        for index in range(len(self.generators)):
-            self.freeze(index, frozen)
+        for generator in self.generators:
+            self.freeze(generator, frozen)
 
-    def on_trained(self, _: int, __: int) -> None:
+    def trained(self) -> None:
         if self.penalty:
-            self.at(self.now + self.penalty, "trained")
+            self.at(self.now + self.penalty, self.trained)
             self.penalty = 0.0
             return
         self.trained_for += self.loop.train
         self.switch(True, self.loop.publish if self.loop.together else self.loop.fetch)
-        self.at(self.now + self.loop.publish, "published")
+        self.at(self.now + self.loop.publish, self.published)
 
-    def on_published(self, _: int, __: int) -> None:
+    def published(self) -> None:
         self.version += 1
-        self.switch(False, 0.0)
+        self.switch(False)
         self.admit()
         self.step()
 
-    def on_failed(self, index: int, _: int) -> None:
+    def failed(self, who: int) -> None:
         """The trainer comes late; what a generator has begins again, elsewhere if others have less to do."""
-        if index == TRAINER:
+        if who == TRAINER:
             self.penalty += self.loop.restart + self.loop.repeat
             return
-        generator = self.generators[index]
+        generator = self.generators[who]
         self.advance(generator)
         again = [(row.number, row.length) for row in generator.rows] + list(generator.waiting)
         generator.rows, generator.waiting, generator.alarm = [], deque(), -1
         generator.frozen = self.now + self.loop.restart
         for _, completions in groupby(sorted(again), key=lambda pair: pair[0]):
             self.place(list(completions))
-        self.loads[index] -= len(again)
+        generator.load -= len(again)
