@@ -108,6 +108,13 @@ def test_lengths_have_their_mean_and_belong_to_the_group():
     assert max(lengths(replace(loop, longest=210), 3)) == 210
 
 
+@pytest.mark.parametrize(("mean", "spread", "longest"), [(25.0, 0.5, 30), (6000.0, 0.7, 16384), (29.9, 1.0, 30)])
+def test_lengths_have_their_mean_after_they_are_cut(mean, spread, longest):
+    values = lengths(replace(EVEN, mean=mean, spread=spread, longest=longest, group=4000), 0)
+    assert max(values) <= longest
+    assert sum(values) / len(values) == pytest.approx(mean, rel=0.03)
+
+
 @given(
     st.floats(0.1, 10),
     st.integers(1, 4),
