@@ -201,7 +201,8 @@ def publish(job: Job, layout: Layout, pool: Pool, generators: int, tensor: int =
 def trainer_memory(job: Job, layout: Layout, pool: Pool, *, generates: bool) -> dict[str, float]:
     """Bytes on each device of the trainer by what they hold."""
     spec, device = job.spec, pool.device
-    micro = max(min(layout.micro, ceil(job.trained / layout.apart / job.updates)), ceil(job.longest))
+    tokens, micros = job.trained / layout.apart, micro_batches(job, layout)
+    micro = max(min(layout.micro, ceil(tokens / micros)), ceil(job.longest))  # they are of similar size
     settings = {
         "parallel": spec.parallel.model_copy(update=dict(zip(Layout._fields[:6], layout[:6], strict=True))),
         "train": spec.train.model_copy(update={"checkpointing": layout.checkpointing, "micro_tokens": micro}),
