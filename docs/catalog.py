@@ -40,6 +40,7 @@ EXTRAS = {
     "atari": "Atari games",
     "pettingzoo": "environments of several agents, `pettingzoo:<module>`",
     "minigrid": "MiniGrid environments",
+    "minari": "data sets of Minari and D4RL (.hdf5) for offline algorithms",
     "dm-control": "environments of the DeepMind Control Suite, `dm_control/<domain>-<task>-v0` (up to Python 3.12)",
     "video": "MP4 from `palestra enjoy RUN`",
     "onnx": "`palestra export RUN -o policy.onnx`",

@@ -153,6 +153,68 @@ def test_names_of_d4rl_and_missing_successors_are_read(tmp_path):
     assert read_transitions(tmp_path / "rows.parquet")[0]["observations"].shape == (6, 1)
 
 
+def test_data_set_that_minari_wrote_is_read_and_learned_from(tmp_path, monkeypatch):
+    minari = pytest.importorskip("minari", reason="pip install 'palestra[minari]'")
+    pytest.importorskip("h5py")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    env, buffers = gym.make("CartPole-v1", max_episode_steps=15), []  # some episodes terminate, some are truncated
+    env.action_space.seed(0)
+    for seed in range(8):
+        steps, shown = [], [env.reset(seed=seed)[0]]
+        while not steps or not (steps[-1][2] or steps[-1][3]):
+            action = env.action_space.sample()
+            obs, *rest, _ = env.step(action)
+            steps.append((action, *rest))
+            shown.append(obs)
+        buffers.append(
+            minari.data_collector.EpisodeBuffer(seed, None, None, shown, *map(list, zip(*steps, strict=True)))
+        )
+    written = minari.create_dataset_from_buffers("palestra/test-v0", buffers, env="CartPole-v1")
+    episodes = list(written.iterate_episodes())
+    folder = tmp_path / "palestra" / "test-v0"
+    read, sha256 = read_transitions(folder)
+    assert sha256 == read_transitions(folder / "data" / "main_data.hdf5")[1]
+    for name, column in (
+        ("observations", [episode.observations[:-1] for episode in episodes]),
+        ("next_observations", [episode.observations[1:] for episode in episodes]),
+        ("actions", [episode.actions for episode in episodes]),
+        ("rewards", [episode.rewards for episode in episodes]),
+        ("terminated", [episode.terminations for episode in episodes]),
+    ):
+        np.testing.assert_array_equal(read[name], np.concatenate(column))
+    assert 0 < read["terminated"].sum() < len(episodes)
+    data = {"kind": "control", "env": {"id": "CartPole-v1"}, "algorithm": {"name": "bc", "data": str(folder)}}
+    run = palestra.run({**data, "name": "x", "train": {"frames": 500}}, root=tmp_path, quiet=True, eval__episodes=1)
+    assert np.isfinite(run.metrics()[-1]["eval/return"])
+
+
+def test_hdf5_of_d4rl_is_read_and_what_is_no_array_of_numbers_refused(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    obs = np.arange(4, dtype=np.float32)[:, None]
+    with h5py.File(tmp_path / "d4rl.hdf5", "w") as file:
+        for name, column in {
+            "observations": obs,
+            "actions": obs,
+            "rewards": obs[:, 0],
+            "terminals": [0, 1, 0, 1],
+        }.items():
+            file[name] = column
+        file["metadata/algorithm"] = "SAC"
+    assert read_transitions(tmp_path / "d4rl.hdf5")[0]["next_observations"][[0, 2], 0].tolist() == [1, 3]
+    for name, seen, message in (
+        ("dict", {"observations/position": obs}, "observations of episode_0 are not an array of numbers"),
+        ("cut", {"observations": obs}, "episode_0 has 4 observations and 4 rewards"),
+    ):
+        with h5py.File(tmp_path / f"{name}.hdf5", "w") as file:
+            for part, column in {**seen, "actions": obs, "rewards": obs[:, 0], "terminations": obs[:, 0] > 2}.items():
+                file[f"episode_0/{part}"] = column
+        with pytest.raises(UsageError, match=message):
+            read_transitions(tmp_path / f"{name}.hdf5")
+    (tmp_path / "text.hdf5").write_text("no")
+    with pytest.raises(UsageError, match=r"not a file of transitions \(\.npz, \.parquet or \.hdf5\)"):
+        read_transitions(tmp_path / "text.hdf5")
+
+
 def test_bad_files_are_refused_with_what_is_wrong(tmp_path):
     columns = write_file(tmp_path / "good.npz", 10)
     for name, changed, message in (

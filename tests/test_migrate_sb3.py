@@ -3,6 +3,7 @@
 from copy import deepcopy
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -89,8 +90,6 @@ def test_imported_distributions_values_and_targets_are_those_of_stable_baselines
 
 
 def test_images_through_the_cnn_act_alike(tmp_path):
-    gym = pytest.importorskip("gymnasium")
-
     class Screen(gym.Env):
         observation_space = gym.spaces.Box(0, 255, (3, 40, 40), np.uint8)
         action_space = gym.spaces.Discrete(3)
@@ -117,6 +116,31 @@ def test_images_through_the_cnn_act_alike(tmp_path):
             theirs, ours = model.q_net(torch.from_numpy(obs)), trainer.algorithm.net.q(torch.from_numpy(obs))
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
         trainer.env.close()
+
+
+def returns(env: str, act, seeds: range) -> np.ndarray:
+    """The return of one episode of each seed."""
+    made, found = gym.make(env), []
+    for seed in seeds:
+        obs, total, over = made.reset(seed=seed)[0], 0.0, False
+        while not over:
+            obs, reward, terminated, truncated, _ = made.step(act(obs[None])[0])
+            total, over = total + float(reward), terminated or truncated
+        found.append(total)
+    return np.array(found)
+
+
+@pytest.mark.parametrize("name", ["ppo_cartpole", "dqn_cartpole", "sac_pendulum"])
+def test_imported_model_evaluates_within_the_interval_of_stable_baselines3_over_the_same_seeds(tmp_path, name):
+    model, path, env = saved(tmp_path, name)
+    theirs = returns(env, lambda obs: model.predict(obs, deterministic=True)[0], range(20))
+    trainer = learner(path, env)
+    ours = returns(env, trainer.policy.act, range(20))
+    interval = 1.96 * theirs.std(ddof=1) / np.sqrt(20)
+    print(f"{name}: {theirs.mean():.1f} ± {interval:.1f} by Stable-Baselines3, {ours.mean():.1f} here")
+    assert interval > 0
+    assert ours.mean() == pytest.approx(theirs.mean(), abs=interval)
+    trainer.env.close()
 
 
 def test_run_from_a_zip_first_evaluates_it_within_its_own_interval_and_resumes(tmp_path):

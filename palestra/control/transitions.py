@@ -1,8 +1,9 @@
-"""Files of transitions: read from .npz and .parquet for offline algorithms, written from a run's replay memory.
+"""Files of transitions: read from .npz, .parquet and .hdf5 for offline algorithms, written from a run's replay memory.
 
 Columns: observations, actions as the environment takes them, rewards, next_observations, terminated. Names of D4RL
 (`terminals`, `timeouts`) are read too; without next_observations a row's successor is the next row, and rows whose
-episode was truncated, which have none, are left out.
+episode was truncated, which have none, are left out. Minari's files have a group for each episode, with one observation
+more than actions; the folder of a data set of Minari stands for its file.
 """
 
 import hashlib
@@ -76,12 +77,13 @@ def stored_actions(actions: np.ndarray, head: ActionHead, path: Path) -> np.ndar
 
 def read_transitions(path: Path) -> tuple[Columns, str]:
     """The checked columns of a file, and its SHA-256."""
+    path = path / "data" / "main_data.hdf5" if path.is_dir() else path
     try:
         content = path.read_bytes()
-        columns = _parquet(path) if path.suffix == ".parquet" else dict(np.load(BytesIO(content), allow_pickle=False))
+        columns = READERS.get(path.suffix, _npz)(content, path)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"algorithm.data: {path} is not a file of transitions (.npz or .parquet): {error}. "
+            f"algorithm.data: {path} is not a file of transitions (.npz, .parquet or .hdf5): {error}. "
             "`palestra export RUN --to transitions -o FILE.npz` writes one"
         ) from error
     columns = {NAMES.get(name, name): np.asarray(column) for name, column in columns.items()}
@@ -108,11 +110,44 @@ def _with_successors(columns: Columns) -> Columns:
     return {name: column[~unknown] for name, column in {**columns, "next_observations": following}.items()}
 
 
-def _parquet(path: Path) -> Columns:
+def _npz(content: bytes, path: Path) -> Columns:
+    return dict(np.load(BytesIO(content), allow_pickle=False))
+
+
+def _parquet(content: bytes, path: Path) -> Columns:
     import pyarrow.parquet
 
-    table = pyarrow.parquet.read_table(path)
+    table = pyarrow.parquet.read_table(BytesIO(content))
     return {name: np.array(table[name].to_pylist()) for name in table.column_names}
+
+
+def _hdf5(content: bytes, path: Path) -> Columns:
+    """A file of Minari, else one of D4RL, whose columns lie at its top."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise UsageError(f"{path} is read by h5py: pip install 'palestra[minari]'") from error
+    with h5py.File(BytesIO(content)) as file:
+        episodes = sorted((name for name in file if name.startswith("episode_")), key=lambda name: int(name[8:]))
+        if not episodes:
+            return {name: column[()] for name, column in file.items() if isinstance(column, h5py.Dataset)}
+        parts = [_episode(file[name], name, path) for name in episodes]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _episode(group: Any, name: str, path: Path) -> Columns:
+    """The transitions of an episode of Minari; its last observation is a successor alone."""
+    kinds = {column: getattr(group.get(column), "dtype", None) for column in ("observations", "actions")}
+    if unread := [column for column, dtype in kinds.items() if dtype is None or dtype.kind not in "biuf"]:
+        raise UsageError(f"{path}: {', '.join(unread)} of {name} are not an array of numbers: such spaces are not read")
+    obs = group["observations"][()]
+    columns = {column: group[column][()] for column in ("actions", "rewards", "terminations")}
+    if len(obs) != len(columns["rewards"]) + 1:
+        raise UsageError(f"{path}: {name} has {len(obs)} observations and {len(columns['rewards'])} rewards")
+    return {"observations": obs[:-1], "next_observations": obs[1:], **columns}
+
+
+READERS = {".parquet": _parquet, ".hdf5": _hdf5, ".h5": _hdf5}  # else .npz
 
 
 def write_transitions(memory: Replay, head: ActionHead, out: Path) -> int:

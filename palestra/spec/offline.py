@@ -12,7 +12,7 @@ class OfflineSpec(OptimizerSpec):
     """Shared fields of this family of algorithms."""
 
     data: str = Field(min_length=1)
-    """File of transitions, .npz or .parquet, as `palestra export RUN --to transitions -o FILE.npz` writes it."""
+    """File of transitions, as `palestra export RUN --to transitions -o FILE.npz` writes it, or a folder of Minari."""
     gamma: float = Field(default=0.99, ge=0, le=1)
     """Discount factor γ."""
     lr: Rate = constant(3e-4)
