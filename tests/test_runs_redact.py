@@ -68,6 +68,17 @@ def test_redact_takes_secrets_out_of_text_and_data(monkeypatch):
     assert redacted(data) == {"a": [REDACTED, 1, None, [f"x{REDACTED}"]], REDACTED: 2.5}
 
 
+def test_secret_among_numbers_is_found_and_numbers_alone_stay_as_they_are():
+    key, tokens = "hf_" + "a1" * 17, tuple(range(300))
+    huge = [10**400, 0.5]  # whose sum is no float
+    row = {"tokens": tokens, "empty": [], "mixed": [1, 2.5, key], "nested": [1.0, [True, {key: None}]], "huge": huge}
+    found = redacted(row)
+    assert found["tokens"] is tokens
+    assert found["mixed"] == [1, 2.5, REDACTED]
+    assert found["nested"] == [1.0, [True, {REDACTED: None}]]
+    assert (found["empty"], found["huge"]) == ([], huge)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
