@@ -4,8 +4,9 @@
     python benchmarks/plan.py predict > docs/plan_predicted.jsonl
     python benchmarks/plan.py measure > docs/plan_measured.jsonl  # or a few: --specs "sft, 1M" "pretrain, Muon"
     python benchmarks/plan.py table                               # both, side by side
-    python benchmarks/plan.py gpu > docs/plan_gpu.jsonl           # all of it on a GPU in four minutes; --small on a CPU
-    python benchmarks/plan.py table --files docs/plan_gpu.jsonl
+    python benchmarks/plan.py predict --gpu > docs/plan_gpu_predicted.jsonl   # for an H200 that was calibrated
+    python benchmarks/plan.py measure --gpu > docs/plan_gpu_measured.jsonl    # three minutes, on that
+    python benchmarks/plan.py table --gpu
     python benchmarks/plan.py study --plot docs/images/plan.svg   # 1.5B to 32B on 8 to 4,096 H200, by prediction alone
     python benchmarks/plan.py peers                               # what others publish
 
@@ -19,16 +20,14 @@ import json
 import platform
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from palestra.errors import PalestraError, UsageError
+from palestra.errors import UsageError
 from palestra.plan.costs import Layout, train_step
-from palestra.plan.devices import Pool, parse_pool, store_calibration
+from palestra.plan.devices import Pool, parse_pool
 from palestra.plan.job import Job, open_job
 from palestra.plan.measure import measured, small
 from palestra.plan.report import binds
@@ -39,8 +38,6 @@ from palestra.spec.shape import MoESpec, Shape
 DOCS = Path(__file__).parent.parent / "docs"
 CHATML = 21
 """Tokens around question and answer of a conversation."""
-ENOUGH = 200
-"""Seconds after which `gpu` begins no other run: it must end in four minutes."""
 
 
 def sizes(layers: int, width: int, mlp: int, **more: Any) -> dict[str, Any]:
@@ -92,14 +89,19 @@ SPECS: dict[str, dict[str, Any]] = {
         "cluster": {"trainers": 2, "generators": 2},
     },
 }
+LETTERS = {"characters": 20_000}
+"""So large a vocabulary that completions hardly ever end before their limit."""
 GPU_SPECS: dict[str, dict[str, Any]] = {
-    "pretrain, 110M": {**sizes(14, 768, 2304, heads=12), **trained("pretrain", 24, 512), "characters": 4000},
-    "sft, 300M, micro-batches": {**sizes(20, 1088, 3072, heads=17), **trained("sft", 48, 384, 10, micro_tokens=8192)},
-    "posttrain, 60M, 24 × 8 × 160": {**sizes(10, 640, 2048, heads=10), **sampled(24, 8, 160), "characters": 4000},
-    "posttrain, 200M, 8 × 16 × 320": {**sizes(16, 1024, 2816, heads=16), **sampled(8, 16, 320), "characters": 4000},
-    "posttrain, 60M, reference and anchor": {
-        **{**sizes(10, 640, 2048, heads=10), **sampled(32, 8, 96), **ANCHOR, "characters": 4000},
+    "pretrain, 60M": {**sizes(16, 512, 1920, heads=8, context=640), **trained("pretrain", 20, 640), **LETTERS},
+    "pretrain, 600M": {**sizes(20, 1536, 4224, heads=24, context=1024), **trained("pretrain", 10, 1024), **LETTERS},
+    "sft, 170M, two micro-batches": {**sizes(18, 832, 2304, heads=13, context=576), **trained("sft", 40, 576)},
+    "posttrain, 30M, 64 × 4 × 64": {**sizes(9, 448, 1344, heads=7), **sampled(64, 4, 64), **LETTERS},
+    "posttrain, 100M, 16 × 16 × 200": {**sizes(13, 704, 2048, heads=11), **sampled(16, 16, 200), **LETTERS},
+    "posttrain, 330M, 20 × 8 × 256": {**sizes(22, 1024, 3072, heads=16), **sampled(20, 8, 256), **LETTERS},
+    "posttrain, 70M, reference and anchor": {
+        **{**sizes(10, 640, 2048, heads=10), **sampled(40, 8, 96), **ANCHOR, **LETTERS},
     },
+    "posttrain, 110M, staleness 1": {**sizes(14, 704, 2048, heads=11), **sampled(28, 8, 176, 14, 1), **LETTERS},
 }
 
 
@@ -138,36 +140,6 @@ def measure(names: Iterable[str], specs: dict[str, dict[str, Any]]) -> None:
         spans = {key: round(run.spans[key], 4) for key in ("rollout", "train", "publish") if key in run.spans}
         row = {"spec": name, "step_s": round(run.step, 4), "peak_bytes": round(run.peak), "spans": spans}
         print(json.dumps({**row, "machine": platform.machine()}, ensure_ascii=False), flush=True)
-
-
-def on_a_gpu(tiny: bool) -> None:
-    """Calibrate, predict, measure: one JSON line each. `tiny` tries all of it on a CPU, and says nothing of a GPU."""
-    from palestra.plan import calibrate
-
-    begin, specs = time.perf_counter(), GPU_SPECS
-    if tiny:
-        shape = sizes(2, 64, 128)["shape"]
-        calibrate.CASES["cuda"] = [(layers, 64, 128, 96, 4, 16) for layers in (1, 2, 3)]
-        calibrate.RUNS["cuda"] = shape
-        few = {"train": {"prompts_per_step": 2, "steps": 5}, "rollout": {"group": 2, "max_new_tokens": 8}}
-        least = {"train": {"batch": 2, "steps": 5}, "context": 64}
-        specs = {
-            name: {**spec, "shape": shape, **(few if "rollout" in spec else least)} for name, spec in specs.items()
-        }
-    device = calibrate.calibrated(lambda line: print(json.dumps({"calibrating": line}), flush=True), kind="cuda")
-    stored = None if tiny else str(store_calibration(device))
-    print(json.dumps({"calibration": asdict(device), "stored": stored}), flush=True)
-    predict(specs, specs, Pool(device, 1, 1))
-    for name in specs:
-        seconds = round(time.perf_counter() - begin)
-        if seconds > ENOUGH:
-            print(json.dumps({"left out": name, "after_s": seconds}), flush=True)
-            continue
-        try:
-            measure([name], specs)
-        except PalestraError as error:
-            print(json.dumps({"failed": name, "why": str(error)}), flush=True)
-    print(json.dumps({"seconds": round(time.perf_counter() - begin)}), flush=True)
 
 
 def table(files: list[Path]) -> None:
@@ -320,26 +292,24 @@ def peers() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["predict", "measure", "table", "gpu", "study", "peers"])
-    parser.add_argument("--devices", default="2xcpu", help="as calibrated: 2xcpu, or a GPU's name")
-    parser.add_argument("--specs", nargs="*", default=list(SPECS), choices=list(SPECS), metavar="SPEC")
+    parser.add_argument("what", choices=["predict", "measure", "table", "study", "peers"])
+    parser.add_argument("--gpu", action="store_true", help="the specs for a GPU, which are too large for two cores")
+    parser.add_argument("--devices", help="as calibrated: 2xcpu, or a GPU's name (H200)")
+    parser.add_argument("--specs", nargs="*", choices=[*SPECS, *GPU_SPECS], metavar="SPEC")
     parser.add_argument("--counts", nargs="*", type=int, default=list(COUNTS))
     parser.add_argument("--plot", type=Path)
-    both = [DOCS / "plan_predicted.jsonl", DOCS / "plan_measured.jsonl"]
-    parser.add_argument("--files", nargs="*", type=Path, default=both, help="of table: predictions and measurements")
-    parser.add_argument("--small", action="store_true", help="of gpu: tiny shapes, on any device")
     given = parser.parse_args()
+    specs = GPU_SPECS if given.gpu else SPECS
     match given.what:
         case "predict":
-            predict(given.specs, SPECS, parse_pool(given.devices))
+            predict(given.specs or specs, specs, parse_pool(given.devices or ("H200" if given.gpu else "2xcpu")))
         case "measure":
-            measure(given.specs, SPECS)
-        case "gpu":
-            on_a_gpu(given.small)
+            measure(given.specs or specs, specs)
         case "study":
             study(given.plot, given.counts)
         case "table":
-            table(given.files)
+            name = "plan_gpu_{}.jsonl" if given.gpu else "plan_{}.jsonl"
+            table([DOCS / name.format(which) for which in ("predicted", "measured")])
         case "peers":
             peers()
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from palestra.cli.main import app
 from palestra.errors import PalestraError, UsageError
-from palestra.plan.calibrate import fitted
+from palestra.plan.calibrate import fitted, fitted_apart
 from palestra.plan.costs import Layout, sampling, scored_again, train_step, train_work, trainer_memory
 from palestra.plan.devices import (
     PUBLISHED,
@@ -189,6 +189,20 @@ def test_fit_finds_the_prices_that_made_the_times():
     assert min(found) >= 0.0
     more = fitted([(work, seconds + 1.0) for work, seconds in samples], [1.0] * len(samples))
     assert more == pytest.approx(found, rel=1e-2, abs=1e-12)
+
+
+def test_a_gpu_and_the_python_that_runs_ahead_of_it_have_prices_of_their_own():
+    true, random = Work(1e-12, 2e-11, 2e-3, 1e-4, 1e-2), np.random.default_rng(0)
+    device = replace(PUBLISHED["H200"], prices={"train": true, "update": true})
+    works = [Work(*(random.uniform(0.1, 1, 5) * [2e11, 2e9, 50, 500, 4]).tolist()) for _ in range(24)]
+    samples = [(work, device.seconds("train", work)) for work in works]
+    parts = [device.parts("update", work) for work in works]  # added up, as everything else is
+    assert [seconds for _, seconds in samples] == pytest.approx([max(p.flops + p.bytes, p.host) for p in parts])
+    on_gpu = sum(p.flops + p.bytes > p.host for p in parts)
+    assert 4 < on_gpu < 20  # or the samples say nothing
+    found = replace(device, prices={"train": fitted_apart(samples)})
+    assert [found.seconds("train", work) for work in works] == pytest.approx([s for _, s in samples], rel=0.03)
+    assert fitted_apart([(Work(1e9), 1.0), (Work(2e9), 2.0)]).flops == pytest.approx(1e-9)  # Python never shows
 
 
 def test_calibration_is_read_back_and_a_broken_one_is_named(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,17 +37,19 @@ CASES: dict[str, list[Case]] = {
     "cuda": [
         *((12, 512, 1536, 8192, 64, 256), (30, 576, 1536, 49152, 1, 128), (30, 576, 1536, 49152, 64, 256)),
         *((24, 1024, 2816, 32768, 32, 512), (16, 2048, 5632, 32768, 16, 1024), (30, 576, 1536, 49152, 256, 128)),
+        *((6, 768, 2304, 4096, 16, 256), (20, 1024, 3072, 4096, 8, 384), (12, 768, 2048, 16384, 128, 128)),
+        *((4, 1024, 4096, 8192, 64, 64), (8, 512, 1536, 128, 32, 64)),
     ],
 }
-RUNS: dict[str, dict[str, Any]] = {
-    CPU: {"layers": 2, "width": 64, "heads": 2, "mlp": 192},
-    "cuda": {"layers": 12, "width": 512, "heads": 8, "mlp": 1536},
+RUNS: dict[str, tuple[dict[str, Any], tuple[tuple[int, int], ...]]] = {
+    CPU: ({"layers": 2, "width": 64, "heads": 2, "mlp": 192}, ((4, 24), (24, 24), (5, 96))),
+    "cuda": ({"layers": 12, "width": 512, "heads": 8, "mlp": 1536}, ((4, 24), (24, 24), (24, 128), (6, 320))),
 }
-"""Shapes of the short runs."""
+"""Shape of the short runs; prompts and tokens of those that sample."""
 
 
 def calibrated(tell: Callable[[str], None], *, kind: str | None = None) -> Device:
-    """This machine's first GPU, else one of its cores; about two minutes. `kind` has the cases and runs of a GPU."""
+    """This machine's first GPU, else one of its cores; two to three minutes. `kind` has the cases and runs of a GPU."""
     with needs_extra("calibrating", "train"):
         import torch
     cuda = torch.cuda.is_available()
@@ -62,6 +65,8 @@ def calibrated(tell: Callable[[str], None], *, kind: str | None = None) -> Devic
     tensor = torch.ones(2**24, device="cuda" if cuda else "cpu")
     copied = tensor.nbytes / _best(tensor.clone, cuda)
     prices = {phase: fitted(rows) for phase, rows in samples.items()}
+    if kind != CPU:
+        prices["train"] = fitted_apart(samples["train"])
     prices |= {name: Work() for name in ("complete", "apart", "joined")} | {"publish": Work(bytes=1 / copied)}
     name = torch.cuda.get_device_name() if cuda else "one core"
     source = f"calibrated, {name}, torch {torch.__version__}"
@@ -72,7 +77,7 @@ def calibrated(tell: Callable[[str], None], *, kind: str | None = None) -> Devic
     else:  # Gloo moves a fifth of what a copy does (docs/log.md)
         memory = psutil.virtual_memory().total
         device = Device(CPU, memory, copied / 5, copied / 5, {}, hop=0.0, base=0.0)
-    return _with_runs(replace(device, prices=prices, source=source), RUNS[kind], tell)
+    return _with_runs(replace(device, prices=prices, source=source), *RUNS[kind], tell)
 
 
 def fitted(samples: Sequence[tuple[Work, float]], known: Sequence[float] | float = 0.0) -> Work:
@@ -88,6 +93,21 @@ def fitted(samples: Sequence[tuple[Work, float]], known: Sequence[float] | float
             rest -= rows[:, j] * (price - prices[j])
             prices[j] = price
     return Work(*(prices / scale).tolist())
+
+
+def fitted_apart(samples: Sequence[tuple[Work, float]]) -> Work:
+    """Prices of a GPU and of the Python that starts its kernels ahead: the longer of both is what is measured."""
+    fastest = min(seconds / work.flops for work, seconds in samples)
+    waited = [work.flops * fastest > seconds / 2 for work, seconds in samples]  # for the GPU, not for Python
+    prices = Work()
+    for _ in range(10):
+        gpu = [(Work(work.flops, work.bytes), seconds) for work, seconds in compress(samples, waited)]
+        host = [(Work(0, 0, *work[2:]), s) for (work, s), gpus in zip(samples, waited, strict=True) if not gpus]
+        prices = Work(*fitted(gpu)[:2], *(fitted(host)[2:] if host else (0, 0, 0)))
+        parts = [Work(*(price * count for price, count in zip(prices, work, strict=True))) for work, _ in samples]
+        if waited == (waited := [each.flops + each.bytes > each.host for each in parts]) or not any(waited):
+            break
+    return prices
 
 
 def _best(work: Callable[[], object], cuda: bool, before: Callable[[], object] = lambda: None) -> float:
@@ -183,7 +203,9 @@ def _generated(case: Case, cuda: bool) -> Iterator[tuple[str, Work, float]]:
     yield "decode", step.times(DECODED), max(1e-6, all_ - first)
 
 
-def _with_runs(device: Device, shape: dict[str, Any], tell: Callable[[str], None]) -> Device:
+def _with_runs(
+    device: Device, shape: dict[str, Any], sampled: Sequence[tuple[int, int]], tell: Callable[[str], None]
+) -> Device:
     """With what only runs show: Python of steps and completions, memory of processes, what they do to each other."""
 
     def run(name: str, wider: int = 1, **changes: Any) -> tuple[Measured, Plan, float]:
@@ -191,6 +213,7 @@ def _with_runs(device: Device, shape: dict[str, Any], tell: Callable[[str], None
         with TemporaryDirectory() as folder:
             spec, known = small(Path(folder), scaled, **changes)
             found = measured(spec, Path(folder))
+            known |= {"new": found.length} if found.length else {}  # it learns to stop later, or earlier
             plan = Search(open_job(load(spec).spec, known=known), Pool(device, 2, 1)).written()
         assert plan is not None
         tell(f"{name}: {found.step:.3f} s a step, {plan.step:.3f} by what is known so far")
@@ -200,7 +223,7 @@ def _with_runs(device: Device, shape: dict[str, Any], tell: Callable[[str], None
     device.prices["update"] = device.prices["update"].plus(Work(steps=max(0.0, found.step - plan.step)))
     device = replace(device, base=more) if device.cpu else device
     runs, known, bytes_ = [], [], []
-    for prompts, new in ((4, 24), (24, 24), (5, 96)):
+    for prompts, new in sampled:
         changes = {"train": {"prompts_per_step": prompts}, "rollout": {"max_new_tokens": new}}
         found, plan, more = run(f"{8 * prompts} completions of {new} tokens", **changes)
         runs.append((Work(launches=8.0 * ceil(new / 8), rows=8.0 * prompts, steps=1.0), found.step))

@@ -52,7 +52,7 @@ class Phase(NamedTuple):
 
     @classmethod
     def of(cls, parts: Work, network: float = 0.0, bubble: float = 0.0) -> "Phase":
-        return cls(parts.flops, parts.bytes, parts.launches + parts.rows + parts.steps, network, bubble)
+        return cls(parts.flops, parts.bytes, parts.host, network, bubble)
 
     @property
     def seconds(self) -> float:

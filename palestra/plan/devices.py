@@ -28,6 +28,11 @@ class Work(NamedTuple):
     rows: float = 0.0  # sequences handled
     steps: float = 0.0  # times that it happens
 
+    @property
+    def host(self) -> float:
+        """What the processor does that starts the others."""
+        return self.launches + self.rows + self.steps
+
     def times(self, factor: float) -> "Work":
         return Work(*(factor * count for count in self))
 
@@ -58,7 +63,12 @@ class Device:
 
     def parts(self, phase: str, work: Work) -> Work:
         """Seconds of a phase, by what they go to."""
-        return Work(*(price * count for price, count in zip(self.prices[phase], work, strict=True)))
+        parts = Work(*(price * count for price, count in zip(self.prices[phase], work, strict=True)))
+        if self.cpu or phase != "train":
+            return parts
+        # Python starts a GPU's kernels ahead of it, so only what it takes longer than they do counts.
+        waits = max(0.0, 1 - (parts.flops + parts.bytes) / max(1e-12, parts.host))
+        return Work(parts.flops, parts.bytes, *(waits * seconds for seconds in parts[2:]))
 
     def seconds(self, phase: str, work: Work) -> float:
         """Seconds of a phase."""
