@@ -92,7 +92,7 @@ def small(
         file = folder / "text.txt"
         file.write_text(text * max(8, 40_000 // characters))
         spec["data"] = {"train": {"texts": {"path": str(file)}}, "context": context}
-        return spec | {"model": {"shape": shape, "tokenizer": "characters"}}, {}
+        return spec | {"model": {"shape": shape | {"vocab": characters + 3}, "tokenizer": "characters"}}, {}
     sampled: dict[str, Any] = {"group": 8, "record": False, "max_prompt_tokens": PROMPT, "max_new_tokens": 24}
     task = {"task": "arithmetic", "args": {"digits": 3, "stop": []}, "reward": {"function": f"{__name__}:odd"}}
     spec = {"algorithm": {"preset": "dr_grpo"}, "optim": {"name": "adamw", "lr": 1e-5}} | spec
