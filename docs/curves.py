@@ -1,12 +1,12 @@
 """Draws learning curves: every preset from one model, TD3, off-policy parts, agents, images, and the examples' games.
 
-    python docs/curves.py [presets] [td3] [off_policy] [agents] [vision] [games] [--seeds 1] [--folder .bench/curves]
+    python docs/curves.py [presets] [td3] [off_policy] [agents] [vision] [games] [gsm8k] [--folder DIR]
 
 `presets` trains the quickstart's model on sums with each preset and draws `eval/accuracy`, a panel each; `agents`
 trains the search agent and the tool user with seeds 100 to 102, and with shuffled rewards, `vision` the model that
 counts shapes. Runs that are in the folder already are drawn as they are, so that an interrupted call continues. The
-other control algorithms have the plots of `palestra bench --table`. `games` draws the runs that docs/environments.md
-says how to make.
+other control algorithms have the plots of `palestra bench --table`. `games` and `gsm8k` draw runs that
+docs/environments.md and docs/posttrain.md say how to make.
 """
 
 import argparse
@@ -194,16 +194,42 @@ def off_policy(given: argparse.Namespace) -> Path:
     return path
 
 
+def gsm8k(given: argparse.Namespace) -> Path:
+    """A run on a GPU that is in the folder: accuracy, what tells how the policy changes, and the time of a step."""
+    found = list(palestra.open_run("gsm8k_100", given.folder / "runs").metrics(100))
+    rows, evaluated = ([row for row in found if key in row] for key in ("reward", "eval/accuracy"))
+    figure = new_figure(9.6, 3.0)
+    left, middle, right = figure.subplots(1, 3)
+    steps = [row["step"] for row in rows]
+    left.plot(steps, [row["reward"] for row in rows], color="0.7", label="training problems, sampled")
+    accuracy = [row["eval/accuracy"] for row in evaluated]
+    left.plot([row["step"] for row in evaluated], accuracy, marker="o", label="500 held out, greedy")
+    left.set(ylim=(0, 0.8), title="accuracy")
+    middle.plot(steps, [row["entropy"] for row in rows], label="entropy of a token")
+    fresh = [row for row in rows if row.get("mismatch") is not None]
+    middle.plot([row["step"] for row in fresh], [row["mismatch"] for row in fresh], label="mismatch (k3)")
+    middle.set(yscale="log", title="policy")
+    parts = {name: [row[f"time/{name}"] for row in rows] for name in ("train", "rollout", "publish")}
+    right.stackplot(steps, *parts.values(), labels=list(parts))
+    right.set(ylim=(0, 4), title="seconds of a step")
+    for panel in (left, middle, right):
+        panel.set_xlabel("step")
+        panel.legend(frameon=panel is right, fontsize=8)
+    path = IMAGES / "gsm8k.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
 def main() -> None:
-    functions = (presets, td3, off_policy, agents, vision, games)
+    functions = (presets, td3, off_policy, agents, vision, games, gsm8k)
     drawn = {function.__name__: function for function in functions}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", nargs="*", help=f"{', '.join(drawn)}; by default all but games")
+    parser.add_argument("which", nargs="*", help=f"{', '.join(drawn)}; by default all but games and gsm8k")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path(".bench/curves"))
     given = parser.parse_args()
-    for name in given.which or list(drawn)[:-1]:
+    for name in given.which or list(drawn)[:-2]:
         print(drawn[name](given))
 
 
