@@ -15,7 +15,7 @@ from palestra.errors import PalestraError
 from palestra.launch import node
 from palestra.launch.clusters import open_cluster
 from palestra.launch.job import plan
-from palestra.launch.log import JobLog, target
+from palestra.launch.log import JobLog
 
 SPECS = {
     "one": {"gpus": "8xH100"},
@@ -43,7 +43,7 @@ def project(tmp_path, monkeypatch):
 
 def request(on: str, **settings) -> str:
     job, _, _ = plan("small.yaml", open_cluster(on, None, {"sync": "s3://lab/runs", **settings}), name="one-job")
-    return target(on).request(job)
+    return job.cluster.request(job)
 
 
 @pytest.mark.parametrize("settings", SPECS.values(), ids=SPECS)

@@ -22,7 +22,6 @@ import palestra
 from palestra.errors import PalestraError, UsageError
 from palestra.launch.clusters import open_cluster
 from palestra.launch.job import bundle, plan
-from palestra.launch.local import LocalTarget
 from palestra.launch.log import FINAL, JobLog, followed
 from palestra.runs.lease import Owner
 from palestra.runs.run import Run
@@ -120,7 +119,7 @@ def test_record_says_what_ran_and_has_no_secret(project, log):
     (project / "notes.py").write_text("WANDB_API_KEY='very-secret-1'")
     subprocess.run(["git", "add", "-N", "notes.py"], check=True)
     job, record, diff = plan("small.yaml", open_cluster("local", None, {}), name="one", overrides=["algorithm.lr=1e-3"])
-    log.add({**record, "request": LocalTarget().request(job)}, diff)
+    log.add({**record, "request": job.cluster.request(job)}, diff)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     assert (record["commit"], record["dirty"], record["hidden"]) == (commit, True, ["PLAIN", "WANDB_API_KEY"])
     assert "algorithm.lr=1e-3" in record["command"]

@@ -2,79 +2,80 @@
 
 import json
 import shlex
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
 
 from palestra.errors import UsageError
-from palestra.launch.clusters import Kubernetes
+from palestra.launch.clusters import Cluster, Record, state_of
 from palestra.launch.job import Job, call
 from palestra.spec.source import write_text
 
-STATES = {"SUCCEEDED": "done", "FAILED": "failed", "STOPPED": "stopped", "RUNNING": "running", "PENDING": "pending"}
 
+class Kubernetes(Cluster):
+    """The head has the driver; the workers are the other machines. `image` must have the code and its dependencies."""
 
-class KubernetesTarget:
-    """The head has the driver; the workers are the other machines. The code is in the image."""
+    names: ClassVar[str] = r"[a-z]([a-z0-9-]{0,45}[a-z0-9])?"
+
+    namespace: str = "default"
+    """The namespace."""
+    cpus: int = Field(default=8, ge=1)
+    """Cores of each machine."""
+    memory: str = Field(default="32Gi", pattern=r"^\d+[KMGT]i$")
+    """Memory of each machine."""
+    service_account: str | None = None
+    """The service account of the pods."""
 
     def request(self, job: Job) -> str:
-        return "---\n".join(map(write_text, _documents(job, job.shown)))
+        return self._manifest(job, job.shown)
 
-    def submit(self, job: Job) -> dict[str, Any]:
-        if job.cluster.image is None:
-            raise UsageError("kubernetes: `image` is missing: name one that has the code")
-        call(["kubectl", "apply", "-f", "-"], text="---\n".join(map(write_text, _documents(job, job.hidden))))
-        return {"id": job.label, "namespace": job.cluster.namespace}  # type: ignore[attr-defined]
+    def submit(self, job: Job) -> Record:
+        if self.image is None:
+            raise UsageError("kubernetes: `image` is missing: name one that has the code, with --image")
+        call(["kubectl", "apply", "-f", "-"], text=self._manifest(job, job.hidden))
+        return {"id": job.label}
 
-    def state(self, record: dict[str, Any]) -> str:
-        about = json.loads(_kubectl(record, "get", "rayjob", record["handle"]["id"], "--output=json"))
+    def state(self, record: Record) -> str:
+        about = json.loads(self._kubectl("get", "rayjob", record["handle"]["id"], "--output=json"))
         status = about.get("status", {})
-        if status.get("jobDeploymentStatus") == "Failed":
-            return "failed"
-        return STATES.get(status.get("jobStatus") or "PENDING", "failed")
+        failed = status.get("jobDeploymentStatus") == "Failed"
+        return "failed" if failed else state_of(status.get("jobStatus") or "PENDING")
 
-    def logs(self, record: dict[str, Any]) -> bytes:
-        return _kubectl(record, "logs", f"--selector=job-name={record['handle']['id']}", "--tail=-1").encode()
+    def logs(self, record: Record) -> bytes:
+        return self._kubectl("logs", f"--selector=job-name={record['handle']['id']}", "--tail=-1").encode()
 
-    def stop(self, record: dict[str, Any]) -> None:
-        _kubectl(record, "delete", "rayjob", record["handle"]["id"])
+    def stop(self, record: Record) -> None:
+        self._kubectl("delete", "rayjob", record["handle"]["id"])
 
+    def _kubectl(self, *arguments: str) -> str:
+        return call(["kubectl", f"--namespace={self.namespace}", *arguments])
 
-def _kubectl(record: dict[str, Any], *arguments: str) -> str:
-    return call(["kubectl", f"--namespace={record['handle']['namespace']}", *arguments])
+    def _manifest(self, job: Job, hidden: Mapping[str, str]) -> str:
+        labels = {"app.kubernetes.io/managed-by": "palestra"}
+        about = {"name": job.label, "namespace": self.namespace, "labels": labels}
+        size = {"cpu": self.cpus, "memory": self.memory, **({"nvidia.com/gpu": self.gpu_count} if self.gpus else {})}
+        container = {
+            "image": self.image or "IMAGE",
+            "env": [{"name": key, "value": value} for key, value in job.env.items()],
+            "envFrom": [{"secretRef": {"name": job.label}}] if hidden else [],
+            "resources": {"limits": size, "requests": size},
+        }
+        pod = {"serviceAccountName": self.service_account} if self.service_account else {}
 
+        def group(name: str) -> dict[str, Any]:
+            return {"rayStartParams": {}, "template": {"spec": {**pod, "containers": [{"name": name, **container}]}}}
 
-def _documents(job: Job, hidden: Any) -> list[dict[str, Any]]:
-    cluster = job.cluster
-    assert isinstance(cluster, Kubernetes)
-    about = {"name": job.label, "namespace": cluster.namespace, "labels": {"app.kubernetes.io/managed-by": "palestra"}}
-    size: dict[str, Any] = {"cpu": cluster.cpus, "memory": cluster.memory}
-    size |= {"nvidia.com/gpu": cluster.gpu_count} if cluster.gpus else {}
-    container = {
-        "image": cluster.image or "IMAGE",
-        "env": [{"name": key, "value": value} for key, value in job.env.items()],
-        "envFrom": [{"secretRef": {"name": job.label}}] if hidden else [],
-        "resources": {"limits": size, "requests": size},
-    }
-    pod = {"serviceAccountName": cluster.service_account} if cluster.service_account else {}
-
-    def group(name: str) -> dict[str, Any]:
-        return {"rayStartParams": {}, "template": {"spec": {**pod, "containers": [{"name": name, **container}]}}}
-
-    workers = {"groupName": "workers", "replicas": cluster.nodes - 1, "minReplicas": cluster.nodes - 1}
-    workers |= {"maxReplicas": cluster.nodes - 1, **group("ray-worker")}
-    setup = "".join(f"{line} && " for line in cluster.setup)
-    ray_job = {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": about,
-        "spec": {
-            "entrypoint": f"bash -c {shlex.quote(setup + shlex.join(job.command))}",
+        cluster: dict[str, Any] = {"headGroupSpec": group("ray-head")}
+        if self.nodes > 1:
+            count = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), self.nodes - 1)
+            cluster["workerGroupSpecs"] = [{"groupName": "workers", **count, **group("ray-worker")}]
+        spec = {
+            "entrypoint": f"bash -c {shlex.quote(job.entrypoint)}",
             "shutdownAfterJobFinishes": True,
             "backoffLimit": 3,  # the same command continues the run
-            "rayClusterSpec": {
-                "headGroupSpec": group("ray-head"),
-                **({"workerGroupSpecs": [workers]} if cluster.nodes > 1 else {}),
-            },
-        },
-    }
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": about, "stringData": dict(hidden)}
-    return [secret, ray_job] if hidden else [ray_job]
+            "rayClusterSpec": cluster,
+        }
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": about, "stringData": dict(hidden)}
+        ray_job = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": about, "spec": spec}
+        return "---\n".join(map(write_text, [secret, ray_job] if hidden else [ray_job]))
