@@ -30,7 +30,6 @@ from palestra.work.redact import REDACTED, SECRET, redact, redacted, secrets
 BUNDLE_LIMIT_MB = 100
 RUNS_THERE = "/tmp/runs"
 """The folder of runs in a container that has a disk of its own."""
-VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -115,9 +114,13 @@ def plan(
     given = [*overrides, *(part for pair in (variables or {}).items() for part in ("-s", "=".join(pair)))]
     run = None if pipeline or (array and loaded.sweep) else f"{loaded.name}/{new_id()}"
     command = _command(loaded, spec, given, cluster, run, where, array, name, root)
-    if secret := [word for word in command if redact(word) != word]:
-        raise UsageError(f"the command would show a secret ({redact(secret[0])}): put it into a variable of .env")
     written, hidden = _environment(cluster, env, name, folder)
+    said = " ".join((*command, name, str(root.absolute())))  # of what is in .env a common word is no secret
+    longer = {key: value for key, value in hidden.items() if len(value) >= 4}
+    known = [*secrets(), *(longer[key] for key in longer if SECRET.search(key) or longer[key] not in said)]
+    if secret := [word for word in command if redact(word, known) != word]:
+        shown = redact(secret[0], known)
+        raise UsageError(f"the command would show a secret ({shown}): put it into a variable of .env")
     git, diff = git_state(folder)
     results = getattr(loaded, "prefix", where) or str(root.absolute())
     record = {
@@ -129,7 +132,6 @@ def plan(
         "created": datetime.now(UTC).isoformat(timespec="seconds"), "by": f"{getpass.getuser()}@{socket.gethostname()}",
         "results": results if run is None or array else f"{results}/{run}", "state": "new", "attempts": 0, "handle": {},
     }  # fmt: skip
-    known = [*secrets(), *(value for value in hidden.values() if len(value) >= 4)]
     return Job.of(record, cluster, hidden), redacted(record, known), redacted(diff, known)
 
 
@@ -253,7 +255,7 @@ def _environment(
     pairs = cluster.variables() | {"PALESTRA_JOB": name}
     for text in given:
         key, equals, value = text.partition("=")
-        if not VARIABLE.fullmatch(key) or (not equals and key not in os.environ):
+        if not key.isidentifier() or (not equals and key not in os.environ):
             raise UsageError(f"--env {text}: expected NAME=VALUE, or the NAME of a variable that is set here")
         pairs[key] = value if equals else os.environ[key]
     secret = {key: value for key, value in pairs.items() if SECRET.search(key) or redact(value) != value}
@@ -268,7 +270,7 @@ def _dotenv(folder: Path) -> dict[str, str]:
         if not text or text.startswith("#"):
             continue
         key, equals, value = map(str.strip, text.partition("="))
-        if not equals or not VARIABLE.fullmatch(key):
+        if not equals or not key.isidentifier():
             raise UsageError(f"{file}:{number}: expected NAME=VALUE")
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
         values[key] = value[1:-1] if quoted else value

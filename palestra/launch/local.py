@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -52,8 +52,7 @@ class Local(Cluster):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        here = Owner.here()
-        return asdict(Owner(here.host, here.machine, process.pid, psutil.Process(process.pid).create_time()))
+        return asdict(replace(Owner.here(), pid=process.pid, born=psutil.Process(process.pid).create_time()))
 
     def state(self, record: Record) -> str:
         owner, here = Owner.read(record["handle"]), Owner.here()
@@ -61,9 +60,6 @@ class Local(Cluster):
             raise PalestraError(f"it runs on {owner.host}: ask there")
         alive = owner.machine == here.machine and owner.alive(0.0)  # asked first: it may end meanwhile
         return exited(record) or ("running" if alive else "killed")
-
-    def logs(self, record: Record) -> bytes:
-        return read_log(record)
 
     def stop(self, record: Record) -> None:
         if self.state(record) == "running":
@@ -82,10 +78,3 @@ def exited(record: Record, task: int | str = "") -> str | None:
     """The state of a job that has left its exit code; None for one that has not."""
     file = Path(record["home"]) / f"exit{task}"
     return ENDED.get(file.read_text().strip(), "failed") if file.exists() else None
-
-
-def read_log(record: Record) -> bytes:
-    """The logs of a job that sees this disk; those of an array one after the other."""
-    if not Path(record["home"]).is_dir():
-        raise PalestraError(f"the log of {record['name']} is in {record['home']} of the machine that it runs on")
-    return b"".join(file.read_bytes() for file in sorted(Path(record["home"]).glob("log*.txt")))

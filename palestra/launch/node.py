@@ -51,13 +51,14 @@ def main(command: list[str]) -> int:
     with _ray("--head", f"--node-ip-address={head}", f"--port={port}", "--include-dashboard=false") as started:
         os.environ["RAY_ADDRESS"] = address
         _wait(f"Ray did not start at {address}", lambda: _answers(address), started)
-        _wait_for_all(address, count)
+        _join(address, count)
         with subprocess.Popen(command) as process:
             signal.signal(signal.SIGTERM, lambda *_: process.terminate())
             return process.wait()
 
 
-def _wait_for_all(address: str, count: int) -> None:
+def _join(address: str, count: int) -> None:
+    """Until all machines are there."""
     import ray
 
     ray.init(address=address, log_to_driver=False)

@@ -9,7 +9,7 @@ from pydantic import Field
 from palestra.errors import PalestraError
 from palestra.launch.clusters import Cluster, Record
 from palestra.launch.job import Job, call, script, shell
-from palestra.launch.local import exited, read_log, write_script
+from palestra.launch.local import exited, write_script
 from palestra.runs.store import write_bytes
 
 PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "PREEMPTED")
@@ -84,9 +84,6 @@ class Slurm(Cluster):
         left = "stopped" if "CANCELLED" in states else "failed" if states else "killed"
         ended = [exited(record, task) or left for task in (range(record["array"]) if record["array"] else ("",))]
         return next(state for state in ("failed", "killed", "stopped", "done") if state in ended)
-
-    def logs(self, record: Record) -> bytes:
-        return read_log(record)
 
     def stop(self, record: Record) -> None:
         write_bytes(Path(record["home"]) / "stop", b"")  # not preempted: it is not requeued
