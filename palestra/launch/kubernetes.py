@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ from palestra.errors import UsageError
 from palestra.launch.clusters import Cluster, Record, state_of
 from palestra.launch.job import Job, call
 from palestra.spec.source import write_text
+from palestra.spec.words import Words
 
 
 class Kubernetes(Cluster):
@@ -22,7 +23,7 @@ class Kubernetes(Cluster):
     """The namespace."""
     cpus: int = Field(default=8, ge=1)
     """Cores of each machine."""
-    memory: str = Field(default="32Gi", pattern=r"^\d+[KMGT]i$")
+    memory: Annotated[str, Words("a size such as '32Gi'")] = Field(default="32Gi", pattern=r"^\d+[KMGT]i$")
     """Memory of each machine."""
     service_account: str | None = None
     """The service account of the pods."""

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import psutil
 from pydantic import Field
@@ -17,6 +17,7 @@ from palestra.launch.job import Job, script, shell
 from palestra.runs.lease import Owner
 from palestra.runs.store import write_bytes
 from palestra.spec.model import Conflict
+from palestra.spec.words import Words
 
 ENDED = {"0": "done", "130": "stopped", "143": "stopped"}
 """States by exit code; any other has failed."""
@@ -27,7 +28,7 @@ class Local(Cluster):
 
     sees_this_disk: ClassVar[bool] = True
 
-    device_ids: str | None = Field(default=None, pattern=r"^\d+(,\d+)*$")
+    device_ids: Annotated[str | None, Words("GPUs such as '0,1'")] = Field(default=None, pattern=r"^\d+(,\d+)*$")
     """The GPUs to use, such as `0,1`; null: all."""
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -7,7 +7,7 @@ import secrets
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -16,6 +16,7 @@ from pydantic import Field
 from palestra.errors import PalestraError, UsageError
 from palestra.launch.clusters import Cluster, Record, Variable, state_of
 from palestra.launch.job import Job, bundle
+from palestra.spec.words import Words
 
 SECONDS = 60.0
 """Of a request."""
@@ -28,7 +29,7 @@ class NotThere(PalestraError):
 class Ray(Cluster):
     """The project is the job's working folder, sent as a package that Ray keeps by its hash."""
 
-    address: str = Field(default="http://127.0.0.1:8265", pattern=r"^https?://")
+    address: Annotated[str, Words("http://HOST:PORT")] = Field(default="http://127.0.0.1:8265", pattern=r"^https?://")
     """The dashboard."""
     token_env: Variable | None = None
     """Environment variable with the cluster's token; null: RAY_AUTH_TOKEN, else ~/.ray/auth_token, else none."""

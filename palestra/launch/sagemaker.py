@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from palestra import __version__
 from palestra.errors import PalestraError, UsageError, did_you_mean, needs_extra
 from palestra.launch.clusters import Cluster, Record, state_of
 from palestra.launch.job import Job, bundle
+from palestra.spec.words import Words
 
 GROUP = "/aws/sagemaker/TrainingJobs"
 SKEW = timedelta(minutes=2)
@@ -25,13 +26,17 @@ class SageMaker(Cluster):
 
     names: ClassVar[str] = r"[A-Za-z0-9](-?[A-Za-z0-9]){0,62}"
 
-    role: str = Field(default="arn:aws:iam::ACCOUNT:role/ROLE", pattern=r"^arn:aws[\w-]*:iam::\w+:role/.+")
+    role: Annotated[str, Words("an ARN such as arn:aws:iam::123456789012:role/train")] = Field(
+        default="arn:aws:iam::ACCOUNT:role/ROLE", pattern=r"^arn:aws[\w-]*:iam::\w+:role/.+"
+    )
     """The IAM role of the job."""
-    bucket: str = Field(default="s3://BUCKET/palestra", pattern=r"^s3://")
+    bucket: Annotated[str, Words("s3://BUCKET/FOLDER")] = Field(default="s3://BUCKET/palestra", pattern=r"^s3://")
     """Where source bundles, checkpoints and outputs are put."""
     image: str = f"ACCOUNT.dkr.ecr.REGION.amazonaws.com/palestra:{__version__}"
     """The container image."""
-    instance_type: str = Field(default="ml.g5.xlarge", pattern=r"^ml\.[\w-]+\.[\w-]+$")
+    instance_type: Annotated[str, Words("a type such as ml.p4d.24xlarge")] = Field(
+        default="ml.g5.xlarge", pattern=r"^ml\.[\w-]+\.[\w-]+$"
+    )
     """The machine."""
     region: str | None = None
     """The region; null: that of the AWS configuration."""
@@ -57,7 +62,7 @@ class SageMaker(Cluster):
             sagemaker, s3 = client("sagemaker", self), client("s3", self)
             known = sagemaker.meta.service_model.shape_for("TrainingInstanceType").enum
             if self.instance_type not in known:
-                hint = did_you_mean(self.instance_type, known, "See the types that start with ml. at AWS")
+                hint = did_you_mean(self.instance_type, known, "AWS lists its types in the pricing of SageMaker")
                 raise UsageError(f"--instance-type {self.instance_type}: SageMaker does not train on it. {hint}")
             bucket, _, prefix = self.bucket.removeprefix("s3://").rstrip("/").partition("/")
             for name, data in (("source.tar.gz", bundle(job, "tar.gz")), ("job.sh", entry(job).encode())):

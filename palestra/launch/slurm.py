@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ from palestra.launch.clusters import Cluster, Record
 from palestra.launch.job import Job, call, script, shell
 from palestra.launch.local import exited, write_script
 from palestra.runs.store import write_bytes
+from palestra.spec.words import Words
 
 PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "PREEMPTED")
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "SIGNALING", "RESIZING", "STOPPED")
@@ -34,11 +35,13 @@ class Slurm(Cluster):
     """The partition."""
     account: str | None = None
     """The account that is charged."""
-    time: str | None = Field(default=None, pattern=r"^\d+(-\d+)?(:\d+){0,2}$")
+    time: Annotated[str | None, Words("a time such as '1-00:00:00'")] = Field(
+        default=None, pattern=r"^\d+(-\d+)?(:\d+){0,2}$"
+    )
     """The time limit, such as `1-00:00:00`."""
     cpus: int | None = Field(default=None, ge=1)
     """Cores of each machine."""
-    memory: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$")
+    memory: Annotated[str | None, Words("a size such as '64G'")] = Field(default=None, pattern=r"^\d+[KMGT]?$")
     """Memory of each machine, such as `64G`."""
     container: Literal["enroot", "apptainer"] = "enroot"
     """What runs `image`: enroot (pyxis) or apptainer."""
