@@ -22,8 +22,8 @@ import palestra
 from palestra.errors import PalestraError, UsageError
 from palestra.launch.clusters import open_cluster
 from palestra.launch.job import bundle, plan
-from palestra.launch.local import Local
 from palestra.launch.log import FINAL, JobLog, followed
+from palestra.launch.scripts import Local
 from palestra.runs.lease import Owner
 from palestra.runs.run import Run
 from palestra.spec.validate import SpecError

@@ -15,9 +15,9 @@ from palestra.errors import PalestraError, UsageError
 from palestra.launch import job as jobs
 from palestra.launch import sagemaker
 from palestra.launch.clusters import cluster_of, open_cluster
-from palestra.launch.images import prepare, run_locally
 from palestra.launch.job import plan
 from palestra.launch.log import JobLog
+from palestra.launch.sagemaker import prepare, run_locally
 
 boto3 = pytest.importorskip("boto3", reason="the extra sagemaker is not installed")
 CLUSTER = """\

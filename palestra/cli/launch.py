@@ -68,11 +68,11 @@ def launch(
     if record["dirty"]:
         typer.echo("the tree has changes that are not committed: they are recorded with the job", err=True)
     if build or push or local:
-        from palestra.launch import images
+        from palestra.launch.sagemaker import prepare, run_locally
 
-        images.prepare(job, build=build, push=push)
+        prepare(job, build=build, push=push)
         if local:
-            images.run_locally(job)
+            run_locally(job)
             return
     jobs = _log(log)
     jobs.launch(job, record, diff)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from palestra.errors import PalestraError, UsageError, did_you_mean
+from palestra.errors import UsageError, did_you_mean
 from palestra.spec.model import Model
 from palestra.spec.source import Origin, Tree, read_file
 from palestra.spec.validate import SpecError, SpecProblem, checked
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from palestra.launch.job import Job
 
 KINDS = {
-    "local": "local:Local", "ray": "ray:Ray", "slurm": "slurm:Slurm", "sagemaker": "sagemaker:SageMaker",
-    "skypilot": "clouds:SkyPilot", "dstack": "clouds:Dstack", "kubernetes": "kubernetes:Kubernetes",
+    "local": "scripts:Local", "ray": "ray:Ray", "slurm": "scripts:Slurm", "sagemaker": "sagemaker:SageMaker",
+    "skypilot": "clouds:SkyPilot", "dstack": "clouds:Dstack", "kubernetes": "clouds:Kubernetes",
 }  # fmt: skip
 """File and class of each kind, imported where it is used."""
 FOLDERS = ("clusters", "~/.config/palestra/clusters")
@@ -108,15 +108,12 @@ class Cluster(Model):
         """pending, running, done, failed, stopped or killed."""
 
     @abstractmethod
+    def logs(self, record: Record) -> bytes:
+        """Its output so far."""
+
+    @abstractmethod
     def stop(self, record: Record) -> None:
         """Ask it to save and end."""
-
-    def logs(self, record: Record) -> bytes:
-        """Its output so far: files of its home if it sees this disk, those of an array one after the other."""
-        home = Path(record["home"])
-        if not home.is_dir():
-            raise PalestraError(f"the log of {record['name']} is in {home} of the machine that it runs on")
-        return b"".join(file.read_bytes() for file in sorted(home.glob("log*.txt")))
 
 
 def state_of(word: str) -> str:

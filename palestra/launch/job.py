@@ -114,13 +114,13 @@ def plan(
     given = [*overrides, *(part for pair in (variables or {}).items() for part in ("-s", "=".join(pair)))]
     run = None if pipeline or (array and loaded.sweep) else f"{loaded.name}/{new_id()}"
     command = _command(loaded, spec, given, cluster, run, where, array, name, root)
-    written, hidden = _environment(cluster, env, name, folder)
+    written, secret = _environment(cluster, env, name)
+    hidden = _dotenv(folder) | secret
     said = " ".join((*command, name, str(root.absolute())))  # of what is in .env a common word is no secret
-    longer = {key: value for key, value in hidden.items() if len(value) >= 4}
-    known = [*secrets(), *(longer[key] for key in longer if SECRET.search(key) or longer[key] not in said)]
-    if secret := [word for word in command if redact(word, known) != word]:
-        shown = redact(secret[0], known)
-        raise UsageError(f"the command would show a secret ({shown}): put it into a variable of .env")
+    unsaid = [value for value in hidden.values() if len(value) >= 4 and value not in said]
+    known = [*secrets(), *secrets(hidden), *unsaid]
+    if shown := [redact(word, known) for word in command if redact(word, known) != word]:
+        raise UsageError(f"the command would show a secret ({shown[0]}): put it into a variable of .env")
     git, diff = git_state(folder)
     results = getattr(loaded, "prefix", where) or str(root.absolute())
     record = {
@@ -141,21 +141,6 @@ def again(record: Record) -> Job:
     if missing := [name for name in record["hidden"] if name not in known]:
         raise UsageError(f"{record['name']} was launched with {', '.join(missing)}: set it, or put it into .env")
     return Job.of(record, cluster_of(record), {name: known[name] for name in record["hidden"]})
-
-
-def script(job: Job, command: str, exit_file: str = "exit", then: Sequence[str] = ()) -> str:
-    """The body of a shell script that runs the job and leaves its exit code in its home."""
-    exits = f"{shlex.quote(str(job.home))}/{exit_file}"
-    lines = ["trap : TERM INT HUP", f"cd {shlex.quote(job.cluster.folder or str(job.folder))}", f"rm -f {exits}"]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.env.items()]
-    lines += [*job.cluster.setup, "code=0", f"{command} || code=$?"]
-    lines += [*then, f"echo $code > {exits}.part && mv {exits}.part {exits}", "exit $code"]
-    return "\n".join(lines) + "\n"
-
-
-def shell(command: Sequence[str]) -> str:
-    """A command for a shell; of its variables only those of an array's task are filled in."""
-    return " ".join(f'"{word}"' if "SLURM_ARRAY_TASK_ID" in word else shlex.quote(word) for word in command)
 
 
 def bundle(job: Job, form: str) -> bytes:
@@ -248,10 +233,8 @@ def _command(
     return (*palestra, "train", file, *given, "--id", id, *(("--sync", sync) if sync else ()), *where)
 
 
-def _environment(
-    cluster: Cluster, given: Sequence[str], name: str, folder: Path
-) -> tuple[dict[str, str], dict[str, str]]:
-    """The job's variables: those that may be written down, and those that may not."""
+def _environment(cluster: Cluster, given: Sequence[str], name: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Variables that may be written down, and those with secrets."""
     pairs = cluster.variables() | {"PALESTRA_JOB": name}
     for text in given:
         key, equals, value = text.partition("=")
@@ -259,7 +242,7 @@ def _environment(
             raise UsageError(f"--env {text}: expected NAME=VALUE, or the NAME of a variable that is set here")
         pairs[key] = value if equals else os.environ[key]
     secret = {key: value for key, value in pairs.items() if SECRET.search(key) or redact(value) != value}
-    return {key: pairs[key] for key in pairs if key not in secret}, {**_dotenv(folder), **secret}
+    return {key: pairs[key] for key in pairs if key not in secret}, secret
 
 
 def _dotenv(folder: Path) -> dict[str, str]:

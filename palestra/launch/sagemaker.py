@@ -1,10 +1,15 @@
-"""Training jobs of Amazon SageMaker: a bundle in a bucket, and one request by boto3."""
+"""Training jobs of Amazon SageMaker: a bundle in a bucket, an image by docker, and one request by boto3."""
 
+import base64
 import json
+import os
 import shlex
+import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -12,12 +17,17 @@ from pydantic import Field
 from palestra import __version__
 from palestra.errors import PalestraError, UsageError, did_you_mean, needs_extra
 from palestra.launch.clusters import Cluster, Record, state_of
-from palestra.launch.job import Job, bundle
+from palestra.launch.job import RUNS_THERE, Job, bundle, call
 from palestra.spec.words import Words
 
 GROUP = "/aws/sagemaker/TrainingJobs"
 SKEW = timedelta(minutes=2)
 """By which the clocks of AWS and of this machine may differ; a job that is older is another one."""
+MISSING = {
+    "NoCredentialsError": "credentials: set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "NoRegionError": "region: give `region` of the cluster",
+}
+"""What boto3 lacks, by its error."""
 CODE, DATA = "/opt/ml/code", "/opt/ml/input/data/source"
 
 
@@ -153,15 +163,67 @@ def client(service: str, cluster: SageMaker) -> Any:
 def explained(what: str) -> Iterator[None]:
     """Turn an error of boto3 into a sentence."""
     with needs_extra("SageMaker", "sagemaker"):
-        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, NoRegionError
+        from botocore.exceptions import BotoCoreError, ClientError
     try:
         yield
-    except (NoCredentialsError, NoRegionError) as error:
-        words = "credentials: set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        words = words if isinstance(error, NoCredentialsError) else "region: give `region` of the cluster"
-        raise UsageError(f"{what}: there is no AWS {words}") from error
-    except ClientError as error:
-        about = error.response.get("Error", {})
-        raise PalestraError(f"{what} failed: {about.get('Code')}: {about.get('Message')}") from error
-    except BotoCoreError as error:
-        raise PalestraError(f"{what} failed: {error}") from error
+    except (BotoCoreError, ClientError) as error:
+        if missing := MISSING.get(type(error).__name__):
+            raise UsageError(f"{what}: there is no AWS {missing}") from error
+        about = getattr(error, "response", {}).get("Error", {})
+        reason = f"{about.get('Code')}: {about.get('Message')}" if about else error
+        raise PalestraError(f"{what} failed: {reason}") from error
+
+
+def prepare(job: Job, *, build: bool, push: bool) -> None:
+    """Build the project's Dockerfile as the job's image, and push it."""
+    image = _checked_image(job)
+    if build:
+        if not (job.folder / "Dockerfile").is_file():
+            raise UsageError(f"there is no Dockerfile in {job.folder}: copy the one of Palestra's repository")
+        _docker("build", "--tag", image, str(job.folder))
+    if push:
+        host, _, rest = image.partition("/")
+        if isinstance(job.cluster, SageMaker) and ".dkr.ecr." in host:
+            _log_in(job.cluster, host, rest.partition(":")[0])
+        _docker("push", image)
+
+
+def run_locally(job: Job) -> None:
+    """Run the container of a training job on this machine, with the folders that SageMaker gives it."""
+    image = _checked_image(job)
+    runs = job.home / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as source:
+        (Path(source) / "source.tar.gz").write_bytes(bundle(job, "tar.gz"))
+        (Path(source) / "job.sh").write_text(entry(job))
+        variables = [part for name in (*job.env, *job.hidden) for part in ("--env", name)]
+        mounts = ["--volume", f"{source}:{DATA}:ro", "--volume", f"{runs}:{RUNS_THERE}"]
+        gpus = ["--gpus", "all"] if job.cluster.gpus else []
+        command = ["--rm", *variables, *mounts, *gpus, "--entrypoint", "bash", image, f"{DATA}/job.sh"]
+        _docker("run", *command, env={**job.env, **job.hidden})
+
+
+def _checked_image(job: Job) -> str:
+    try:
+        call(["docker", "info", "--format", "{{json .ServerVersion}}"])
+    except PalestraError as error:
+        raise UsageError(f"building, pushing and --local need docker, and it does not answer here ({error})") from error
+    if job.cluster.image is None:
+        raise UsageError("`image` is missing: name the one to build and push, with --image")
+    return job.cluster.image
+
+
+def _log_in(cluster: SageMaker, host: str, repository: str) -> None:
+    with explained("making the ECR repository"):
+        ecr = client("ecr", cluster)
+        with suppress(ecr.exceptions.RepositoryAlreadyExistsException):
+            ecr.create_repository(repositoryName=repository)
+        token = ecr.get_authorization_token()["authorizationData"][0]["authorizationToken"]
+    user, _, password = base64.b64decode(token).decode().partition(":")
+    call(["docker", "login", "--username", user, "--password-stdin", host], text=password)
+
+
+def _docker(*arguments: str, env: Mapping[str, str] | None = None) -> None:
+    """Run docker with its output shown."""
+    if code := subprocess.call(["docker", *arguments], env={**os.environ, **(env or {})}):
+        raise PalestraError(f"docker {arguments[0]} failed with exit code {code}")
