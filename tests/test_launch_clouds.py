@@ -141,6 +141,26 @@ def test_client_that_refuses_is_quoted(project, monkeypatch, tmp_path):
     assert log.get("one-job")["reason"] == "dstack apply failed: No project is configured"
 
 
+def test_rayjob_is_followed_until_it_was_stopped_which_deletes_it(project, monkeypatch, tmp_path):
+    program, status = tmp_path / "bin/kubectl", tmp_path / "status"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncase $2 in get) cat {status};; delete) : > {status};; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    given = {"sync": "s3://lab/runs", "image": "registry/image:1", "namespace": "rl"}
+    job, record, diff = plan("small.yaml", open_cluster("kubernetes", None, given), name="one-job")
+    log = JobLog(str(tmp_path / "log"))
+    log.launch(job, record, diff)
+    for status_now, state in (({}, "pending"), ({"jobStatus": "RUNNING"}, "running")):
+        status.write_text(json.dumps({"status": status_now}))
+        assert log.refreshed(log.get("one-job"))["state"] == state
+    log.stop("one-job")
+    assert log.refreshed(log.get("one-job"))["state"] == "stopped"
+    assert "--namespace=rl delete rayjob,secret one-job --ignore-not-found" in (tmp_path / "calls").read_text()
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

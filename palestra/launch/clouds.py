@@ -153,8 +153,10 @@ class Kubernetes(Cluster):
         return {"id": job.label}
 
     def state(self, record: Record) -> str:
-        about = json.loads(self._kubectl("get", "rayjob", record["handle"]["id"], "--output=json"))
-        status = about.get("status", {})
+        about = self._kubectl("get", "rayjob", record["handle"]["id"], "--output=json", "--ignore-not-found")
+        if not about:
+            return "stopped"  # and so deleted
+        status = json.loads(about).get("status", {})
         failed = status.get("jobDeploymentStatus") == "Failed"
         return "failed" if failed else state_of(status.get("jobStatus") or "PENDING")
 
@@ -162,7 +164,7 @@ class Kubernetes(Cluster):
         return self._kubectl("logs", f"--selector=job-name={record['handle']['id']}", "--tail=-1").encode()
 
     def stop(self, record: Record) -> None:
-        self._kubectl("delete", "rayjob", record["handle"]["id"])
+        self._kubectl("delete", "rayjob,secret", record["handle"]["id"], "--ignore-not-found")
 
     def _kubectl(self, *arguments: str) -> str:
         return call(["kubectl", f"--namespace={self.namespace}", *arguments])
