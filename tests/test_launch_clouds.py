@@ -15,7 +15,7 @@ from palestra.errors import PalestraError
 from palestra.launch import node
 from palestra.launch.clusters import open_cluster
 from palestra.launch.job import plan
-from palestra.launch.log import JobLog, target
+from palestra.launch.log import JobLog
 
 SPECS = {
     "one": {"gpus": "8xH100"},
@@ -43,7 +43,7 @@ def project(tmp_path, monkeypatch):
 
 def request(on: str, **settings) -> str:
     job, _, _ = plan("small.yaml", open_cluster(on, None, {"sync": "s3://lab/runs", **settings}), name="one-job")
-    return target(on).request(job)
+    return job.cluster.request(job)
 
 
 @pytest.mark.parametrize("settings", SPECS.values(), ids=SPECS)
@@ -139,6 +139,26 @@ def test_client_that_refuses_is_quoted(project, monkeypatch, tmp_path):
     with pytest.raises(PalestraError, match="dstack apply failed: No project is configured"):
         log.launch(job, record, diff)
     assert log.get("one-job")["reason"] == "dstack apply failed: No project is configured"
+
+
+def test_rayjob_is_followed_until_it_was_stopped_which_deletes_it(project, monkeypatch, tmp_path):
+    program, status = tmp_path / "bin/kubectl", tmp_path / "status"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncase $2 in get) cat {status};; delete) : > {status};; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    given = {"sync": "s3://lab/runs", "image": "registry/image:1", "namespace": "rl"}
+    job, record, diff = plan("small.yaml", open_cluster("kubernetes", None, given), name="one-job")
+    log = JobLog(str(tmp_path / "log"))
+    log.launch(job, record, diff)
+    for status_now, state in (({}, "pending"), ({"jobStatus": "RUNNING"}, "running")):
+        status.write_text(json.dumps({"status": status_now}))
+        assert log.refreshed(log.get("one-job"))["state"] == state
+    log.stop("one-job")
+    assert log.refreshed(log.get("one-job"))["state"] == "stopped"
+    assert "--namespace=rl delete rayjob,secret one-job --ignore-not-found" in (tmp_path / "calls").read_text()
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ import palestra
 from palestra.errors import PalestraError, UsageError
 from palestra.launch.clusters import open_cluster
 from palestra.launch.job import bundle, plan
-from palestra.launch.local import LocalTarget
 from palestra.launch.log import FINAL, JobLog, followed
+from palestra.launch.scripts import Local
 from palestra.runs.lease import Owner
 from palestra.runs.run import Run
 from palestra.spec.validate import SpecError
@@ -120,7 +120,7 @@ def test_record_says_what_ran_and_has_no_secret(project, log):
     (project / "notes.py").write_text("WANDB_API_KEY='very-secret-1'")
     subprocess.run(["git", "add", "-N", "notes.py"], check=True)
     job, record, diff = plan("small.yaml", open_cluster("local", None, {}), name="one", overrides=["algorithm.lr=1e-3"])
-    log.add({**record, "request": LocalTarget().request(job)}, diff)
+    log.add({**record, "request": job.cluster.request(job)}, diff)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     assert (record["commit"], record["dirty"], record["hidden"]) == (commit, True, ["PLAIN", "WANDB_API_KEY"])
     assert "algorithm.lr=1e-3" in record["command"]
@@ -273,7 +273,8 @@ def test_named_cluster_is_used_and_options_change_it(project):
         ("on: slurm\npartitoin: gpu\n", r"lab.yaml:2  partitoin: unknown key. Did you mean 'partition'"),
         ("on: slurm\nnodes: two\n", r"lab.yaml:2  nodes: expected"),
         ("on: slrum\n", r"lab.yaml:1  on: unknown kind of cluster: 'slrum'. Did you mean 'slurm'"),
-        ("on: slurm\ntime: soon\n", r"lab.yaml:2  time"),
+        ("on: slurm\ntime: soon\n", r"lab.yaml:2  time: expected a time such as '1-00:00:00', got 'soon'"),
+        ("on: sagemaker\ninstance_type: p4d\n", r"instance_type: expected a type such as ml.p4d.24xlarge, got 'p4d'"),
         ("on: local\nnodes: 2\n", r"nodes: expected 1"),
         ("- 1\n", r"is not a cluster"),
     ],
@@ -298,6 +299,10 @@ def test_cluster_that_is_not_there_is_refused_with_the_nearest(project):
 def test_options_that_a_cluster_has_no_use_for_are_refused(project):
     with pytest.raises(UsageError, match="--instance-type: slurm has no such setting"):
         open_cluster("slurm", None, {"instance_type": "ml.p4d.24xlarge"})
+    with pytest.raises(UsageError, match="--device-ids: slurm has no such setting; it has on, nodes, gpus"):
+        open_cluster("slurm", None, {"device_ids": "0,1"})
+    job, _, _ = plan("small.yaml", open_cluster("local", None, {"device_ids": "0,1"}))
+    assert job.env["CUDA_VISIBLE_DEVICES"] == "0,1"
     with pytest.raises(UsageError, match="--array: local has no arrays"):
         plan("small.yaml", open_cluster("local", None, {}), array=2)
     with pytest.raises(UsageError, match="the spec uses one machine"):
@@ -338,6 +343,14 @@ def test_command_with_a_secret_is_refused_and_a_variable_with_one_is_hidden(proj
     assert "abcdefgh" not in json.dumps(record)
 
 
+def test_common_word_of_the_env_file_does_not_spoil_the_record_and_a_key_in_the_command_is_refused(project):
+    (project / ".env").write_text("WANDB_PROJECT=train\nWANDB_API_KEY=very-secret-1\n")
+    job, record, _ = plan("small.yaml", open_cluster("local", None, {}), name="one")
+    assert record["command"] == list(job.command)
+    with pytest.raises(UsageError, match=r"would show a secret \(name=\(redacted\)\)"):
+        plan("small.yaml", open_cluster("local", None, {}), overrides=["name=very-secret-1"])
+
+
 def test_folder_without_git_is_said_before_anything_is_sent(project):
     job, _, _ = plan("small.yaml", open_cluster("ray", None, {"sync": "s3://b"}))
     shutil.rmtree(project / ".git")
@@ -352,6 +365,38 @@ def test_program_of_the_cluster_that_is_missing_is_said_and_recorded(project, lo
     with pytest.raises(UsageError, match="there is no sbatch here"):
         log.launch(job, record, diff)
     assert log.get("one")["state"] == "failed"
+
+
+def test_of_two_who_retry_a_job_one_is_refused(project, log, monkeypatch):
+    launched(log, "small.yaml", "first-job", "env.id=Nothing-v0")
+    until(log, "first-job", "failed")
+    outcomes = []
+    submit = Local.submit
+
+    def meanwhile(cluster, job):
+        with pytest.raises(UsageError, match="is new: stop it first"):
+            log.retry("first-job")
+        monkeypatch.setattr(JobLog, "refreshed", lambda self, record: {**record, "state": "failed"})  # read before
+        with pytest.raises(UsageError, match="was retried by somebody else"):
+            log.retry("first-job")
+        monkeypatch.undo()
+        outcomes.append(job.attempt)
+        return submit(cluster, job)
+
+    monkeypatch.setattr(Local, "submit", meanwhile)
+    assert log.retry("first")["attempts"] == 2  # by the beginning of its name
+    assert outcomes == [2]
+    until(log, "first-job", "failed")
+
+
+def test_launch_that_was_killed_before_it_was_submitted_is_stopped_and_retried(project, log):
+    _, record, _ = plan("small.yaml", open_cluster("local", None, {}), name="one")
+    log.add(record, "")
+    with pytest.raises(UsageError, match="is new: stop it first"):
+        log.retry("one")
+    assert log.stop("one")["state"] == "killed"
+    assert log.retry("one")["attempts"] == 1
+    assert until(log, "one", *FINAL)["state"] == "done"
 
 
 def test_name_of_a_job_may_be_shortened_and_an_unknown_one_is_refused(project, log):

@@ -14,9 +14,9 @@ from zygote import ENVIRONMENT
 
 import palestra
 from palestra.errors import PalestraError, UsageError
-from palestra.launch.clusters import open_cluster
+from palestra.launch.clusters import cluster_of, open_cluster
 from palestra.launch.job import plan
-from palestra.launch.log import FINAL, JobLog, target
+from palestra.launch.log import FINAL, JobLog
 from palestra.runs.run import Run
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
@@ -105,7 +105,7 @@ def test_job_runs_there_and_its_results_come_by_the_place(project):
     log = JobLog(str(project / "log"))
     launched(log, "one")
     record = until(log, "one", *FINAL)
-    said = target("ray").logs(record).decode()
+    said = cluster_of(record).logs(record).decode()
     assert record["state"] == "done", said
     assert "run folder" in said
     there = Run(project / "place" / record["run"])

@@ -14,10 +14,10 @@ from s3_server import s3_server
 from palestra.errors import PalestraError, UsageError
 from palestra.launch import job as jobs
 from palestra.launch import sagemaker
-from palestra.launch.clusters import open_cluster
-from palestra.launch.images import prepare, run_locally
+from palestra.launch.clusters import cluster_of, open_cluster
 from palestra.launch.job import plan
 from palestra.launch.log import JobLog
+from palestra.launch.sagemaker import prepare, run_locally
 
 boto3 = pytest.importorskip("boto3", reason="the extra sagemaker is not installed")
 CLUSTER = """\
@@ -74,7 +74,7 @@ def test_job_is_submitted_as_the_dry_run_shows_it(project, server, log):
     server.fail_every = 0
     assert server.failed > 1
     assert job.name.startswith("palestra-adhoc-20")  # it does not tell what is trained
-    shown, _ = json.JSONDecoder().raw_decode(sagemaker.SageMakerTarget().request(job))
+    shown, _ = json.JSONDecoder().raw_decode(job.cluster.request(job))
     there = boto3.client("sagemaker").describe_training_job(TrainingJobName=job.name)
     sent = next(post for post in reversed(server.posts) if "RoleArn" in post)
     assert shown["Environment"].pop("WANDB_API_KEY") == "(redacted)"
@@ -177,16 +177,16 @@ def test_stop_asks_for_it(project, log, monkeypatch):
 
     _, record = launched(log, "stopped")
     client = boto3.client("sagemaker")
-    monkeypatch.setattr(sagemaker, "_client", lambda service, record: client)
+    monkeypatch.setattr(sagemaker, "client", lambda service, cluster: client)
     with Stubber(client) as stub:
         stub.add_response("stop_training_job", {}, {"TrainingJobName": "stopped"})
-        sagemaker.SageMakerTarget().stop(record)
+        cluster_of(record).stop(record)
         stub.assert_no_pending_responses()
 
 
 def test_logs_are_those_of_cloudwatch(project, log):
     _, record = launched(log, "logged")
-    target, logs = sagemaker.SageMakerTarget(), boto3.client("logs")
+    target, logs = cluster_of(record), boto3.client("logs")
     assert target.logs(record) == b""
     logs.create_log_group(logGroupName=sagemaker.GROUP)
     logs.create_log_stream(logGroupName=sagemaker.GROUP, logStreamName="logged/algo-1")

@@ -20,6 +20,7 @@ Log = Annotated[
     str | None,
     Option("--log", envvar="PALESTRA_JOBS", metavar="PLACE", help="The job log: a folder or s3://…, shared by a team."),
 ]
+KINDS = "local, ray, slurm, sagemaker, skypilot, dstack or kubernetes."
 FOLLOW_SECONDS = 2.0
 
 
@@ -28,16 +29,11 @@ def launch(
     spec: options.Spec,
     overrides: options.Overrides = None,
     variables: options.Set = None,
-    on: Annotated[
-        str | None,
-        Option(metavar="KIND", help="local, ray, slurm, sagemaker, skypilot, dstack or kubernetes."),
-    ] = None,
+    on: Annotated[str | None, Option(metavar="KIND", help=KINDS)] = None,
     cluster: Annotated[str | None, Option(help="A named cluster: clusters/NAME.yaml.", metavar="NAME")] = None,
     name: Annotated[str | None, Option(help="Name of the job; by default the spec's and the time.")] = None,
     gpus: Annotated[str | None, Option(metavar="8xH100", help="GPUs of each machine.")] = None,
-    device_ids: Annotated[
-        str | None, Option(metavar="0,1", help="The GPUs of this machine to use; local only.")
-    ] = None,
+    device_ids: Annotated[str | None, Option(metavar="0,1", help="local: the GPUs of this machine to use.")] = None,
     nodes: Annotated[int | None, Option(min=1, help="Machines.")] = None,
     instance_type: Annotated[str | None, Option(metavar="TYPE", help="The machine, as the cloud names it.")] = None,
     image: Annotated[str | None, Option(help="The container image.")] = None,
@@ -57,42 +53,38 @@ def launch(
     from palestra.errors import UsageError
     from palestra.launch.clusters import open_cluster
     from palestra.launch.job import plan
-    from palestra.launch.log import JobLog, target
 
-    if on is None and cluster is None:
-        raise UsageError("where? Give --on local|ray|slurm|sagemaker|skypilot|dstack|kubernetes, or --cluster NAME")
     given = {"gpus": gpus, "nodes": nodes, "instance_type": instance_type, "image": image, "sync": sync}
+    given |= {"device_ids": device_ids}
     opened = open_cluster(on, cluster, {key: value for key, value in given.items() if value is not None})
-    if device_ids is not None:
-        if opened.on != "local":
-            raise UsageError(f"--device-ids are GPUs of this machine; {opened.on} gives a job its own: use --gpus")
-        env = [*(env or ()), f"CUDA_VISIBLE_DEVICES={device_ids}"]
     if (build or push or local) and opened.on not in (("sagemaker",) if local else ("sagemaker", "kubernetes")):
-        raise UsageError(
-            "--build and --push are for images of sagemaker and kubernetes, --local is for sagemaker alone"
-        )
+        raise UsageError("--build and --push are for images of sagemaker and kubernetes, --local for sagemaker alone")
     settings = options.parsed({"spec": spec, "overrides": overrides, "variables": variables})
-    job, record, diff = plan(
-        **settings, cluster=opened, name=name, env=env or (), extras=extra or (), array=array, cluster_name=cluster,
-        root=runs,
-    )  # fmt: skip
+    settings |= {"name": name, "env": env or (), "extras": extra or (), "array": array, "root": runs}
+    job, record, diff = plan(**settings, cluster=opened, cluster_name=cluster)
     if dry_run:
-        typer.echo(target(opened.on).request(job), nl=False)
+        typer.echo(opened.request(job), nl=False)
         return
     if record["dirty"]:
         typer.echo("the tree has changes that are not committed: they are recorded with the job", err=True)
     if build or push or local:
-        from palestra.launch import images
+        from palestra.launch.sagemaker import prepare, run_locally
 
-        images.prepare(job, build=build, push=push)
+        prepare(job, build=build, push=push)
         if local:
-            images.run_locally(job)
+            run_locally(job)
             return
-    opened_log = JobLog(log)
-    opened_log.launch(job, record, diff)
+    jobs = _log(log)
+    jobs.launch(job, record, diff)
     typer.echo(f"{job.name} is submitted: palestra jobs logs -f {job.name}; results in {record['results']}", err=True)
     if wait:
-        _follow(opened_log, job.name)
+        _follow(jobs, job.name)
+
+
+def _log(where: str | None) -> Any:
+    from palestra.launch.log import JobLog  # here, because the help needs no log
+
+    return JobLog(where)
 
 
 def _follow(log: Any, name: str) -> None:
@@ -106,10 +98,10 @@ def _follow(log: Any, name: str) -> None:
     except KeyboardInterrupt:
         typer.echo(f"\n{name} goes on: palestra jobs logs -f {name}", err=True)
         return
-    record = log.get(name)
-    typer.echo(f"{name} is {record['state']}", err=True)
-    if record["state"] != "done":
-        raise PalestraError(f"{name} is {record['state']}: palestra jobs retry {name} continues it")
+    state = log.get(name)["state"]
+    typer.echo(f"{name} is {state}", err=True)
+    if state != "done":
+        raise PalestraError(f"{name} is {state}: palestra jobs retry {name} continues it")
 
 
 @jobs.command(name="list")
@@ -119,9 +111,7 @@ def list_(
     log: Log = None,
 ) -> None:
     """List jobs with their state, newest last."""
-    from palestra.launch.log import JobLog
-
-    opened = JobLog(log)
+    opened = _log(log)
     records = sorted((opened.get(name) for name in opened.names()), key=lambda record: record["created"])[-limit:]
     records = [opened.refreshed(record) for record in records]
     if as_json:
@@ -137,15 +127,12 @@ def list_(
 @jobs.command()
 def show(name: Name, log: Log = None) -> None:
     """Show the record of a job: spec, commit, difference, command, what was submitted, state, results."""
-    from palestra.launch.log import JobLog
-
-    opened = JobLog(log)
+    opened = _log(log)
     record = opened.refreshed(opened.get(name))
-    request, _ = record.pop("request", ""), record.pop("revisions", None)
     for key, value in record.items():
-        if value not in (None, [], {}, ""):
+        if key not in ("request", "revisions", "claim") and value not in (None, [], {}, ""):
             typer.echo(f"{key:<12}{value if isinstance(value, str) else json.dumps(value)}")
-    typer.echo(f"\n{request}")
+    typer.echo(f"\n{record.get('request', '')}")
     if diff := opened.diff(record["name"]):
         typer.echo(diff)
 
@@ -157,31 +144,27 @@ def logs(
     log: Log = None,
 ) -> None:
     """Print the output of a job."""
-    from palestra.launch.log import JobLog, target
+    from palestra.launch.clusters import cluster_of
 
-    opened = JobLog(log)
+    opened = _log(log)
     record = opened.get(name)
     if follow:
         _follow(opened, record["name"])
     else:
-        typer.echo(target(record["on"]).logs(record).decode(errors="replace"), nl=False)
+        typer.echo(cluster_of(record).logs(record).decode(errors="replace"), nl=False)
 
 
 @jobs.command()
 def stop(name: Name, log: Log = None) -> None:
     """Ask a job to save and end."""
-    from palestra.launch.log import JobLog
-
-    record = JobLog(log).stop(name)
-    typer.echo(f"{record['name']} is asked to save and end; palestra jobs retry {record['name']} continues it")
+    name = _log(log).stop(name)["name"]
+    typer.echo(f"{name} is asked to save and end; palestra jobs retry {name} continues it")
 
 
 @jobs.command()
 def retry(name: Name, log: Log = None) -> None:
     """Submit a job again that has ended: the same run continues."""
-    from palestra.launch.log import JobLog
-
-    record = JobLog(log).retry(name)
+    record = _log(log).retry(name)
     typer.echo(f"{record['name']} is submitted again, attempt {record['attempts']}")
 
 
@@ -198,8 +181,7 @@ def metrics(name: Name, log: Log = None, runs: options.Root = options.RUNS) -> N
 
     run = _run_of(name, log, runs)
     for seed in run.seeds:
-        rows = run.metrics(seed)
-        print_pairs([(key, value) for key, value in (rows[-1] if rows else {"seed": seed}).items()])
+        print_pairs([*(run.metrics(seed) or [{"seed": seed}])[-1].items()])
 
 
 @jobs.command()
@@ -218,11 +200,10 @@ def _run_of(name: str, log: str | None, runs: Path) -> Any:
 
     from palestra.data.remote import open_filesystem
     from palestra.errors import UsageError
-    from palestra.launch.log import JobLog
     from palestra.runs.run import Run
     from palestra.runs.sync import fetch_run
 
-    record = JobLog(log).get(name)
+    record = _log(log).get(name)
     where = record["results"]
     if record["run"] is None or record["array"]:
         raise UsageError(f"{record['name']} has several runs: they are in {where}")

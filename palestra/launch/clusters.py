@@ -1,33 +1,54 @@
 """Clusters: what a launch must know of the place where a job runs; named ones are files, checked like specs."""
 
 import re
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from palestra.errors import UsageError, did_you_mean
-from palestra.spec.model import Conflict, Model
+from palestra.spec.model import Model
 from palestra.spec.source import Origin, Tree, read_file
 from palestra.spec.validate import SpecError, SpecProblem, checked
 from palestra.spec.words import Words
 
+if TYPE_CHECKING:
+    from palestra.launch.job import Job
+
+KINDS = {
+    "local": "scripts:Local", "ray": "ray:Ray", "slurm": "scripts:Slurm", "sagemaker": "sagemaker:SageMaker",
+    "skypilot": "clouds:SkyPilot", "dstack": "clouds:Dstack", "kubernetes": "clouds:Kubernetes",
+}  # fmt: skip
+"""File and class of each kind, imported where it is used."""
 FOLDERS = ("clusters", "~/.config/palestra/clusters")
 """Where named clusters are, the project's before the user's."""
+STATES = {
+    "pending": ("PENDING", "SUBMITTED", "STARTING", "PROVISIONING", "PULLING"),
+    "running": ("RUNNING", "INPROGRESS", "STOPPING", "CANCELLING", "TERMINATING", "RECOVERING", "WINDING_DOWN"),
+    "done": ("SUCCEEDED", "COMPLETED", "DONE"),
+    "stopped": ("STOPPED", "CANCELLED", "TERMINATED", "ABORTED"),
+}
+"""Our states by the words of Ray, SageMaker, SkyPilot, dstack and KubeRay; with any other word it has failed."""
 Gpus = Annotated[
     str,
     Field(pattern=r"^([1-9][0-9]*x)?[A-Za-z][\w-]*$|^[0-9]+$"),
     Words("GPUs of a machine such as '8xH100' or '8'"),
 ]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$"), Words("the name of an environment variable")]
+Record = dict[str, Any]
+"""A launch in the job log."""
 
 
 class Cluster(Model):
-    """What all kinds of clusters have in common."""
+    """What all kinds of clusters have in common: settings, and how jobs are submitted there and followed."""
 
     names: ClassVar[str] = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
     """What a job may be called there."""
+    sees_this_disk: ClassVar[bool] = False
+    """Then no bundle is sent, and runs stay in the folder of runs."""
 
     on: str
     """The kind of cluster."""
@@ -57,160 +78,74 @@ class Cluster(Model):
     @property
     def gpu_type(self) -> str | None:
         """Their type, such as H100."""
-        kind = re.sub(r"^\d+x?", "", self.gpus or "")
-        return kind or None
+        return re.sub(r"^\d+x?", "", self.gpus or "") or None
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """More machines than the kind of cluster has."""
-        if self.on == "local" and self.nodes > 1:
-            yield Conflict(("nodes",), "expected 1, because `on: local` is this machine")
+    @property
+    def type_and_count(self) -> str | None:
+        """GPUs of each machine as most clients write them: `H100:8` or `8`."""
+        return ":".join(filter(None, (self.gpu_type, str(self.gpu_count)))) if self.gpus else None
 
+    @property
+    def place(self) -> str | None:
+        """Where runs are copied to."""
+        return self.sync
 
-class Local(Cluster):
-    """This machine."""
+    def variables(self) -> dict[str, str]:
+        """Environment variables that follow from the settings."""
+        cache = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"} if self.compile_cache else {}
+        return self.env | {name: f"{self.compile_cache}/{folder}" for name, folder in cache.items()}
 
-    on: Literal["local"] = "local"
-    """A background process of this machine."""
+    @abstractmethod
+    def request(self, job: "Job") -> str:
+        """Exactly what is submitted, without hidden variables."""
 
+    @abstractmethod
+    def submit(self, job: "Job") -> Record:
+        """Submit it; what finds it again."""
 
-class Ray(Cluster):
-    """A Ray cluster that is running."""
+    @abstractmethod
+    def state(self, record: Record) -> str:
+        """pending, running, done, failed, stopped or killed."""
 
-    on: Literal["ray"] = "ray"
-    """Jobs are submitted to the dashboard of a Ray cluster."""
-    address: str = Field(default="http://127.0.0.1:8265", pattern=r"^https?://")
-    """The dashboard."""
-    token_env: Variable | None = None
-    """Environment variable with the cluster's token; null: RAY_AUTH_TOKEN, else ~/.ray/auth_token, else none."""
-    temp_dir: str | None = None
-    """Ray's folder for sockets and logs of clusters that the job itself starts."""
+    @abstractmethod
+    def logs(self, record: Record) -> bytes:
+        """Its output so far."""
 
-
-class Slurm(Cluster):
-    """A Slurm cluster whose nodes share a disk."""
-
-    on: Literal["slurm"] = "slurm"
-    """Jobs are scripts for `sbatch`."""
-    partition: str | None = None
-    """The partition."""
-    account: str | None = None
-    """The account that is charged."""
-    time: str | None = Field(default=None, pattern=r"^\d+(-\d+)?(:\d+){0,2}$")
-    """The time limit, such as `1-00:00:00`."""
-    cpus: int | None = Field(default=None, ge=1)
-    """Cores of each machine."""
-    memory: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$")
-    """Memory of each machine, such as `64G`."""
-    container: Literal["enroot", "apptainer"] = "enroot"
-    """What runs `image`: enroot (pyxis) or apptainer."""
-    options: list[str] = Field(default=[])
-    """More options of sbatch, such as `--qos=high`."""
+    @abstractmethod
+    def stop(self, record: Record) -> None:
+        """Ask it to save and end."""
 
 
-class SageMaker(Cluster):
-    """Training jobs of Amazon SageMaker."""
-
-    names: ClassVar[str] = r"[A-Za-z0-9](-?[A-Za-z0-9]){0,62}"
-
-    on: Literal["sagemaker"] = "sagemaker"
-    """Jobs are training jobs of Amazon SageMaker."""
-    role: str = Field(default="arn:aws:iam::ACCOUNT:role/ROLE", pattern=r"^arn:aws[\w-]*:iam::\w+:role/.+")
-    """The IAM role of the job."""
-    bucket: str = Field(default="s3://BUCKET/palestra", pattern=r"^s3://")
-    """Where source bundles, checkpoints and outputs are put."""
-    instance_type: str = Field(default="ml.g5.xlarge", pattern=r"^ml\.[\w-]+\.[\w-]+$")
-    """The machine."""
-    region: str | None = None
-    """The region; null: that of the AWS configuration."""
-    spot: bool = False
-    """Use spot instances; an interrupted job continues from its checkpoints."""
-    hours: int = Field(default=24, ge=1, le=672)
-    """The longest a job may train."""
-    disk_gb: int = Field(default=100, ge=1)
-    """Disk of each machine."""
+def state_of(word: str) -> str:
+    """The state that a cluster calls so."""
+    return next((state for state, words in STATES.items() if word.upper() in words), "failed")
 
 
-class SkyPilot(Cluster):
-    """Machines of many clouds through SkyPilot."""
-
-    names: ClassVar[str] = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
-
-    on: Literal["skypilot"] = "skypilot"
-    """Jobs are managed jobs of SkyPilot."""
-    infra: str | None = None
-    """The cloud, such as `aws/us-east-1` or `k8s`; null: the cheapest."""
-    instance_type: str | None = None
-    """The machine."""
-    spot: bool = False
-    """Use spot instances."""
-    disk_gb: int | None = Field(default=None, ge=1)
-    """Disk of each machine."""
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """A number of GPUs of no type."""
-        if self.gpus is not None and self.gpu_type is None:
-            yield Conflict(("gpus",), "expected GPUs with their type, such as 8xH100")
-
-
-class Dstack(Cluster):
-    """Machines of many clouds through dstack."""
-
-    names: ClassVar[str] = r"[a-z][a-z0-9-]{1,40}"
-
-    on: Literal["dstack"] = "dstack"
-    """Jobs are tasks of dstack."""
-    backends: list[str] = Field(default=[])
-    """The clouds to choose from; empty: all that are configured."""
-    instance_type: str | None = None
-    """The machine."""
-    spot: bool = False
-    """Use spot instances."""
-    hours: int | None = Field(default=None, ge=1)
-    """The longest a job may run."""
-    price: float | None = Field(default=None, gt=0)
-    """The most that an hour may cost, in dollars."""
-
-
-class Kubernetes(Cluster):
-    """A Kubernetes cluster with KubeRay."""
-
-    names: ClassVar[str] = r"[a-z]([a-z0-9-]{0,45}[a-z0-9])?"
-
-    on: Literal["kubernetes"] = "kubernetes"
-    """Jobs are RayJobs of KubeRay; `image` must have the code and its dependencies."""
-    namespace: str = "default"
-    """The namespace."""
-    cpus: int = Field(default=8, ge=1)
-    """Cores of each machine."""
-    memory: str = Field(default="32Gi", pattern=r"^\d+[KMGT]i$")
-    """Memory of each machine."""
-    service_account: str | None = None
-    """The service account of the pods."""
-
-
-KINDS: dict[str, type[Cluster]] = {
-    "local": Local, "ray": Ray, "slurm": Slurm, "sagemaker": SageMaker, "skypilot": SkyPilot, "dstack": Dstack,
-    "kubernetes": Kubernetes,
-}  # fmt: skip
+def cluster_of(record: Record) -> Cluster:
+    """The cluster of a launch, not checked again: another version may have written the record."""
+    return resolve_name(f"palestra.launch.{KINDS[record['on']]}").model_construct(**record["settings"])
 
 
 def open_cluster(on: str | None, name: str | None, given: Mapping[str, Any]) -> Cluster:
     """The cluster of a kind, or the named one, with the fields that options gave."""
-    tree = Tree({"on": on or "local"}, {(): Origin(how="--on")}) if name is None else _named(name)
+    if on is None and name is None:
+        raise UsageError(f"where? Give --on {'|'.join(KINDS)}, or --cluster NAME")
+    tree = Tree({"on": on}, {(): Origin(how="--on")}) if name is None else _named(name)
     kind = tree.data.get("on")
     if kind not in KINDS:
         hint = did_you_mean(kind, KINDS, f"The kinds are: {', '.join(KINDS)}")
         raise SpecError([SpecProblem(("on",), tree.origin(("on",)), f"unknown kind of cluster: {kind!r}", hint)])
     if on is not None and on != kind:
         raise UsageError(f"--on {on}, but the cluster {name} is of kind {kind}: leave --on out")
-    model = KINDS[kind]
-    for field in given:
+    model = resolve_name(f"palestra.launch.{KINDS[kind]}")
+    options = {field: f"--{field.replace('_', '-')}" for field in given}
+    for field, option in options.items():
         if field not in model.model_fields:
-            raise UsageError(f"--{field.replace('_', '-')}: {kind} has no such setting")
+            raise UsageError(f"{option}: {kind} has no such setting; it has {', '.join(model.model_fields)}")
     data = {**tree.data, **given, "env": {**tree.data.get("env", {}), **given.get("env", {})}}
-    origins = tree.origins | {(field,): Origin(how=f"--{field.replace('_', '-')}") for field in given}
-    cluster = checked(model, Tree(data, origins))
-    if problems := [SpecProblem(at, Tree(data, origins).origin(at), why) for at, why in cluster.all_conflicts()]:
+    whole = Tree(data, tree.origins | {(field,): Origin(how=option) for field, option in options.items()})
+    cluster = checked(model, whole)
+    if problems := [SpecProblem(at, whole.origin(at), why) for at, why in cluster.all_conflicts()]:
         raise SpecError(problems)
     return cluster
 

@@ -11,7 +11,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from palestra import __version__
 from palestra.errors import PalestraError, UsageError
-from palestra.launch.clusters import KINDS, Cluster
+from palestra.launch.clusters import Cluster, Record, cluster_of
 from palestra.runs.manifest import git_output, git_state
 from palestra.runs.run import new_id
 from palestra.runs.share import place
@@ -28,11 +28,8 @@ from palestra.spec.model import plain
 from palestra.work.redact import REDACTED, SECRET, redact, redacted, secrets
 
 BUNDLE_LIMIT_MB = 100
-HERE = ("local", "slurm")
-"""Kinds of clusters that see this disk: no bundle is sent, and runs stay in the folder of runs."""
 RUNS_THERE = "/tmp/runs"
 """The folder of runs in a container that has a disk of its own."""
-VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -51,10 +48,17 @@ class Job:
     """The project."""
     home: Path
     """Log and exit code of a job that sees this disk."""
-    array: int = 0
+    array: int
     """Slurm starts so many of it; 0: one that is no array."""
-    extras: tuple[str, ...] = ()
-    attempt: int = 1
+    extras: tuple[str, ...]
+    attempt: int
+
+    @classmethod
+    def of(cls, record: Record, cluster: Cluster, hidden: Mapping[str, str]) -> "Job":
+        """The next attempt at what a record describes."""
+        folder, home, extras = Path(record["folder"]), Path(record["home"]), tuple(record["extras"])
+        about = (folder, home, record["array"], extras, record["attempts"] + 1)
+        return cls(record["name"], cluster, tuple(record["command"]), record["env"], hidden, *about)
 
     @property
     def label(self) -> str:
@@ -72,6 +76,11 @@ class Job:
     def shown(self) -> dict[str, str]:
         """Hidden variables as a dry run and the job log have them."""
         return dict.fromkeys(self.hidden, REDACTED)
+
+    @property
+    def entrypoint(self) -> str:
+        """The shell command of a machine that runs nothing else before it."""
+        return " && ".join([*self.cluster.setup, shlex.join(self.command)])
 
     def install(self) -> str:
         """The shell command that installs Palestra where the bundle was unpacked."""
@@ -94,84 +103,60 @@ def plan(
     array: int = 0,
     cluster_name: str | None = None,
     root: Path = Path("runs"),
-) -> tuple[Job, dict[str, Any], str]:
+) -> tuple[Job, Record, str]:
     """The job of a spec, its record for the job log, and the difference of the tree from its commit."""
-    loaded = load(spec, variables=variables, overrides=overrides).spec
+    loaded, folder = load(spec, variables=variables, overrides=overrides).spec, Path.cwd()
     name = name or _default_name(loaded.name, cluster)
-    if not re.fullmatch(cluster.names, name):
-        raise UsageError(f"--name {name}: {cluster.on} does not accept this name; it must match {cluster.names}")
-    if array and cluster.on != "slurm":
-        raise UsageError(f"--array: {cluster.on} has no arrays; use `max_session` for seeds or `palestra sweep`")
-    _check_nodes(loaded, cluster)
-    folder = Path.cwd()
-    if cluster.on not in HERE:
-        if Path(spec.rpartition(":")[0] or spec).is_absolute():
-            raise UsageError(f"{spec}: give the path in the project, which is sent to {cluster.on}")
-        if (folder / ".env").exists() and not git_output(folder, "check-ignore", ".env"):
-            raise UsageError(".env would be sent with the project: add it to .gitignore (its variables are passed on)")
-    where = _sync(loaded, cluster)
+    if problems := list(_problems(loaded, spec, cluster, name, array)):
+        raise UsageError("\n".join(problems))
+    pipeline = loaded.kind == "pipeline"
+    where = place(cluster.place)[0] if cluster.place and not pipeline else None
     given = [*overrides, *(part for pair in (variables or {}).items() for part in ("-s", "=".join(pair)))]
-    run = None if loaded.kind == "pipeline" or (array and loaded.sweep) else f"{loaded.name}/{new_id()}"
+    run = None if pipeline or (array and loaded.sweep) else f"{loaded.name}/{new_id()}"
     command = _command(loaded, spec, given, cluster, run, where, array, name, root)
-    if secret := [word for word in command if redact(word) != word]:
-        raise UsageError(f"the command would show a secret ({redact(secret[0])}): put it into a variable of .env")
-    written, hidden = _environment(cluster, env, name, folder)
-    home = (root / ".jobs" / name).absolute()
-    job = Job(name, cluster, command, written, hidden, folder, home, array, tuple(extras))
+    written, secret = _environment(cluster, env, name)
+    hidden = _dotenv(folder) | secret
+    said = " ".join((*command, name, str(root.absolute())))  # of what is in .env a common word is no secret
+    unsaid = [value for value in hidden.values() if len(value) >= 4 and value not in said]
+    known = [*secrets(), *secrets(hidden), *unsaid]
+    if shown := [redact(word, known) for word in command if redact(word, known) != word]:
+        raise UsageError(f"the command would show a secret ({shown[0]}): put it into a variable of .env")
     git, diff = git_state(folder)
-    place_of_all = getattr(loaded, "prefix", where) or str(root.absolute())
-    results = place_of_all if run is None or array else f"{place_of_all}/{run}"
+    results = getattr(loaded, "prefix", where) or str(root.absolute())
     record = {
         "name": name, "on": cluster.on, "cluster": cluster_name, "settings": plain(cluster), "spec": spec,
-        "spec_hash": spec_hash(loaded), "run": run, "command": list(command), "env": dict(written),
-        "hidden": sorted(hidden), "array": array, "extras": list(extras), "folder": str(folder), "home": str(home),
+        "spec_hash": spec_hash(loaded), "run": run, "command": list(command), "env": written,
+        "hidden": sorted(hidden), "array": array, "extras": list(extras), "folder": str(folder),
+        "home": str((root / ".jobs" / name).absolute()),
         "commit": (git or {}).get("commit"), "dirty": (git or {}).get("dirty", False),
         "created": datetime.now(UTC).isoformat(timespec="seconds"), "by": f"{getpass.getuser()}@{socket.gethostname()}",
-        "results": results, "state": "new", "attempts": 0, "handle": {},
+        "results": results if run is None or array else f"{results}/{run}", "state": "new", "attempts": 0, "handle": {},
     }  # fmt: skip
-    known = [*secrets(), *(value for value in hidden.values() if len(value) >= 4)]
-    return job, redacted(record, known), redacted(diff, known)
+    return Job.of(record, cluster, hidden), redacted(record, known), redacted(diff, known)
 
 
-def again(record: Mapping[str, Any]) -> Job:
+def again(record: Record) -> Job:
     """The job of a record, with hidden variables of `.env` and of this environment."""
-    folder = Path(record["folder"])
-    known = {**os.environ, **_dotenv(folder)}
+    known = {**os.environ, **_dotenv(Path(record["folder"]))}
     if missing := [name for name in record["hidden"] if name not in known]:
         raise UsageError(f"{record['name']} was launched with {', '.join(missing)}: set it, or put it into .env")
-    hidden = {name: known[name] for name in record["hidden"]}
-    cluster = KINDS[record["on"]].model_validate(record["settings"])
-    about = record["array"], tuple(record["extras"]), record["attempts"] + 1
-    home = Path(record["home"])
-    return Job(record["name"], cluster, tuple(record["command"]), record["env"], hidden, folder, home, *about)
-
-
-def script(job: Job, command: str, exit_file: str = "exit", then: Sequence[str] = ()) -> str:
-    """The body of a shell script that runs the job and leaves its exit code in its home."""
-    exits = f"{shlex.quote(str(job.home))}/{exit_file}"
-    lines = ["trap : TERM INT HUP", f"cd {shlex.quote(job.cluster.folder or str(job.folder))}", f"rm -f {exits}"]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.env.items()]
-    lines += [*job.cluster.setup, "code=0", f"{command} || code=$?"]
-    lines += [*then, f"echo $code > {exits}.part && mv {exits}.part {exits}", "exit $code"]
-    return "\n".join(lines) + "\n"
+    return Job.of(record, cluster_of(record), {name: known[name] for name in record["hidden"]})
 
 
 def bundle(job: Job, form: str) -> bytes:
-    """The project's files by the rules of .gitignore, as tar.gz or zip; the same files give the same bytes."""
-    try:
-        listed = call(["git", "-C", str(job.folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"])
-    except PalestraError as error:
-        raise UsageError(
-            f"{job.folder} is not in a git repository ({error}): its .gitignore says what is sent"
-        ) from error
+    """The project's files by the rules of .gitignore, as tar.gz or zip; the same files give the same zip."""
+    if git_output(job.folder, "rev-parse") is None:
+        raise UsageError(f"{job.folder} is not in a git repository: its .gitignore says what is sent")
+    listed = call(["git", "-C", str(job.folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"])
     files = sorted({name for name in listed.split("\0") if name and (job.folder / name).is_file()})
-    sizes = {name: (job.folder / name).stat().st_size for name in files}
-    if (total := sum(sizes.values())) > BUNDLE_LIMIT_MB * 10**6:
-        largest = sorted(files, key=lambda name: -sizes[name])[:5]
-        listing = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
+    sizes = {name: (job.folder / name).stat().st_size / 1e6 for name in files}
+    if (total := sum(sizes.values())) > BUNDLE_LIMIT_MB:
+        largest = ", ".join(
+            f"{name} ({sizes[name]:.1f} MB)" for name in sorted(files, key=lambda name: -sizes[name])[:5]
+        )
         raise UsageError(
-            f"the bundle has {total / 1e6:.0f} MB, and at most {BUNDLE_LIMIT_MB} MB are sent. The largest files are "
-            f"{listing}: add them to .gitignore, and read them from a bucket"
+            f"the bundle has {total:.0f} MB, and at most {BUNDLE_LIMIT_MB} MB are sent. The largest files are "
+            f"{largest}: add them to .gitignore, and read them from a bucket"
         )
     out = io.BytesIO()
     if form == "zip":
@@ -204,73 +189,60 @@ def _default_name(spec: str, cluster: Cluster) -> str:
     return f"{re.sub('[^a-z0-9]+', '-', spec.lower()).strip('-')[:22].strip('-') or 'job'}-{stamp}"
 
 
-def _check_nodes(spec: Any, cluster: Cluster) -> None:
+def _problems(spec: Any, file: str, cluster: Cluster, name: str, array: int) -> Iterator[str]:
+    """What cannot run there, and what would be lost or sent by mistake."""
+    on, pipeline = cluster.on, spec.kind == "pipeline"
+    if not re.fullmatch(cluster.names, name):
+        yield f"--name {name}: {on} does not accept this name; it must match {cluster.names}"
+    if array and on != "slurm":
+        yield f"--array: {on} has no arrays; use `max_session` for seeds or `palestra sweep`"
     placed = getattr(spec, "cluster", None)
-    if cluster.nodes > 1 and spec.kind != "pipeline" and spec.max_session == 1 and (placed is None or not placed.ray):
-        raise UsageError(
-            f"--nodes {cluster.nodes}, but the spec uses one machine: place its processes with cluster.address=auto, "
-            "or train several seeds with max_session"
-        )
-
-
-def _sync(spec: Any, cluster: Cluster) -> str | None:
-    if spec.kind == "pipeline":
-        if cluster.on not in HERE and "://" not in spec.prefix:
-            raise UsageError(
-                f"{cluster.on}: outputs in {spec.prefix} would be lost with the machine: set prefix=s3://…"
-            )
-        return None
-    where = cluster.sync or (f"{getattr(cluster, 'bucket')}/runs" if cluster.on == "sagemaker" else None)  # noqa: B009
-    if where is None and cluster.on not in HERE:
-        raise UsageError(
-            f"{cluster.on}: the run would be lost with its machine. Say where it is copied to while it trains: "
-            "--sync s3://… (or `sync:` of the cluster)"
-        )
-    return None if where is None else place(where)[0]
+    if cluster.nodes > 1 and not pipeline and spec.max_session == 1 and (placed is None or not placed.ray):
+        uses = "place its processes with cluster.address=auto, or train several seeds with max_session"
+        yield f"--nodes {cluster.nodes}, but the spec uses one machine: {uses}"
+    if cluster.sees_this_disk:
+        return
+    if Path(file.rpartition(":")[0] or file).is_absolute():
+        yield f"{file}: give the path in the project, which is sent to {on}"
+    if Path(".env").exists() and not git_output(Path.cwd(), "check-ignore", ".env"):
+        yield ".env would be sent with the project: add it to .gitignore (its variables are passed on)"
+    if pipeline and "://" not in spec.prefix:
+        yield f"{on}: outputs in {spec.prefix} would be lost with the machine: set prefix=s3://…"
+    if not pipeline and cluster.place is None:
+        say = "Say where it is copied to while it trains: --sync s3://… (or `sync:` of the cluster)"
+        yield f"{on}: the run would be lost with its machine. {say}"
 
 
 def _command(
     spec: Any, file: str, given: list[str], cluster: Cluster, run: str | None, sync: str | None, array: int,
     name: str, root: Path,
 ) -> tuple[str, ...]:  # fmt: skip
-    here = cluster.on in HERE and cluster.image is None and cluster.folder is None
+    here = cluster.sees_this_disk and cluster.image is None and cluster.folder is None
     palestra = (sys.executable if here else "python", "-m", "palestra")
     on = ("--on", "ray") if cluster.nodes > 1 and (spec.kind == "pipeline" or spec.max_session > 1) else ()
     if spec.kind == "pipeline":
         return (*palestra, "pipeline", "run", file, *given, *on)
-    runs = RUNS_THERE if cluster.on not in HERE else root.absolute() if here else root
-    where = ("--runs", str(runs), "--quiet")
-    if array and spec.sweep is not None:  # the tasks share its points
-        return (*palestra, "sweep", file, *given, "--group", name, *where, *on)
-    assert run is not None
+    runs = root.absolute() if here else root if cluster.sees_this_disk else RUNS_THERE
+    where = ("--runs", str(runs), "--quiet", *on)
+    if run is None:  # the tasks of an array share the points of a sweep
+        return (*palestra, "sweep", file, *given, "--group", name, *where)
     id = run.rpartition("/")[2]
     if array:
         given = [*given, "max_session=1", f"seed=$(({spec.seed} + ${{SLURM_ARRAY_TASK_ID}}))"]
         id += "-${SLURM_ARRAY_TASK_ID}"
-    return (*palestra, "train", file, *given, "--id", id, *(("--sync", sync) if sync else ()), *where, *on)
+    return (*palestra, "train", file, *given, "--id", id, *(("--sync", sync) if sync else ()), *where)
 
 
-def shell(command: Sequence[str]) -> str:
-    """A command for a shell; of its variables only those of an array's task are filled in."""
-    return " ".join(f'"{word}"' if "SLURM_ARRAY_TASK_ID" in word else shlex.quote(word) for word in command)
-
-
-def _environment(
-    cluster: Cluster, given: Sequence[str], name: str, folder: Path
-) -> tuple[dict[str, str], dict[str, str]]:
-    pairs = dict(cluster.env)
+def _environment(cluster: Cluster, given: Sequence[str], name: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Variables that may be written down, and those with secrets."""
+    pairs = cluster.variables() | {"PALESTRA_JOB": name}
     for text in given:
         key, equals, value = text.partition("=")
-        if not VARIABLE.fullmatch(key) or (not equals and key not in os.environ):
+        if not key.isidentifier() or (not equals and key not in os.environ):
             raise UsageError(f"--env {text}: expected NAME=VALUE, or the NAME of a variable that is set here")
         pairs[key] = value if equals else os.environ[key]
-    if (cache := cluster.compile_cache) is not None:
-        pairs |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
-    if (temp := getattr(cluster, "temp_dir", None)) is not None:
-        pairs["RAY_TMPDIR"] = temp
     secret = {key: value for key, value in pairs.items() if SECRET.search(key) or redact(value) != value}
-    written = {key: value for key, value in pairs.items() if key not in secret} | {"PALESTRA_JOB": name}
-    return written, {**_dotenv(folder), **secret}
+    return {key: pairs[key] for key in pairs if key not in secret}, secret
 
 
 def _dotenv(folder: Path) -> dict[str, str]:
@@ -280,10 +252,9 @@ def _dotenv(folder: Path) -> dict[str, str]:
         text = line.strip().removeprefix("export ")
         if not text or text.startswith("#"):
             continue
-        key, equals, value = text.partition("=")
-        if not equals or not VARIABLE.fullmatch(key.strip()):
+        key, equals, value = map(str.strip, text.partition("="))
+        if not equals or not key.isidentifier():
             raise UsageError(f"{file}:{number}: expected NAME=VALUE")
-        value = value.strip()
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-        values[key.strip()] = value[1:-1] if quoted else value
+        values[key] = value[1:-1] if quoted else value
     return values

@@ -5,59 +5,19 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from palestra.errors import PalestraError, UsageError, did_you_mean
+from palestra.launch.clusters import Record, cluster_of
+from palestra.launch.job import Job, again
 from palestra.runs.run import NAME
 from palestra.runs.store import FsspecStore, LocalStore
 from palestra.work.redact import redact, secrets
-
-if TYPE_CHECKING:
-    from palestra.launch.job import Job
 
 FINAL = ("done", "failed", "stopped", "killed")
 DEFAULT = "~/.local/state/palestra/jobs"
 REVISIONS = 20
 """How many changes a record remembers: by them a process knows its own, whose answer was lost."""
-Record = dict[str, Any]
-
-
-class Target(Protocol):
-    """How jobs are submitted and followed on one kind of cluster."""
-
-    def request(self, job: "Job") -> str:
-        """Exactly what is submitted, without hidden variables."""
-
-    def submit(self, job: "Job") -> Record:
-        """Submit it; what finds it again."""
-
-    def state(self, record: Record) -> str:
-        """pending, running, done, failed, stopped or killed."""
-
-    def logs(self, record: Record) -> bytes:
-        """Its output so far."""
-
-    def stop(self, record: Record) -> None:
-        """Ask it to save and end."""
-
-
-def target(on: str) -> Target:
-    """How jobs are run on a kind of cluster."""
-    if on == "local":
-        from palestra.launch.local import LocalTarget as Found
-    elif on == "slurm":
-        from palestra.launch.slurm import SlurmTarget as Found
-    elif on == "ray":
-        from palestra.launch.ray import RayTarget as Found
-    elif on == "sagemaker":
-        from palestra.launch.sagemaker import SageMakerTarget as Found
-    elif on == "kubernetes":
-        from palestra.launch.kubernetes import KubernetesTarget as Found
-    elif on == "skypilot":
-        from palestra.launch.clouds import SkyPilotTarget as Found
-    else:
-        from palestra.launch.clouds import DstackTarget as Found
-    return Found()
 
 
 class JobLog:
@@ -83,7 +43,7 @@ class JobLog:
         if data is not None:
             return json.loads(data)
         names = self.names()
-        if len(near := [one for one in names if name and one.startswith(name)]) == 1:
+        if len(near := [known for known in names if name and known.startswith(name)]) == 1:
             return self.get(near[0])
         known = f"There are: {', '.join(names[-10:])}." if names else "The log is empty."
         raise UsageError(f"no job {name!r} in {self.store.root}. {did_you_mean(name, names, known)}")
@@ -113,30 +73,26 @@ class JobLog:
             if self.store.swap(_key(name), stored, _bytes(new)):
                 return new
 
-    # ---- what can be done to a job
-
-    def launch(self, job: "Job", record: Record, diff: str) -> Record:
+    def launch(self, job: Job, record: Record, diff: str) -> Record:
         """Write the record, submit the job, and note what finds it again."""
-        self.add({**record, "request": target(job.cluster.on).request(job)}, diff)
+        self.add({**record, "request": job.cluster.request(job)}, diff)
         return self._submit(job)
 
-    def _submit(self, job: "Job") -> Record:
+    def _submit(self, job: Job) -> Record:
         try:
-            handle = target(job.cluster.on).submit(job)
+            handle = job.cluster.submit(job)
         except BaseException as error:
             reason = redact(str(error), [*secrets(), *job.hidden.values()])
             self.change(job.name, lambda _: {"state": "failed", "reason": reason})
             raise
-        return self.change(
-            job.name, lambda old: {"state": "pending", "handle": handle, "attempts": old["attempts"] + 1}
-        )
+        return self.change(job.name, lambda _: {"state": "pending", "handle": handle, "attempts": job.attempt})
 
     def refreshed(self, record: Record) -> Record:
         """The record with today's state, which is stored; one that cannot be asked has its last one and says why."""
         if record["state"] in FINAL or not record["handle"]:
             return record
         try:
-            state = target(record["on"]).state(record)
+            state = cluster_of(record).state(record)
         except PalestraError as error:
             return {**record, "reason": str(error)}
         same = record["attempts"]
@@ -147,19 +103,20 @@ class JobLog:
         record = self.refreshed(self.get(name))
         if record["state"] in FINAL:
             raise UsageError(f"{name} is {record['state']} already")
-        target(record["on"]).stop(record)
+        if not record["handle"]:  # its launch was killed before it was submitted
+            return self.change(record["name"], lambda _: {"state": "killed"})
+        cluster_of(record).stop(record)
         return record
 
     def retry(self, name: str) -> Record:
         """Submit a job again that has ended: it continues the same run."""
-        from palestra.launch.job import again  # here, because a list of jobs reads no specs
-
         record = self.refreshed(self.get(name))
         if record["state"] not in FINAL:
             raise UsageError(f"{name} is {record['state']}: stop it first, with palestra jobs stop {name}")
         job, before = again(record), record["attempts"]
-        taken = self.change(name, lambda old: {"state": "new", "reason": None} if old["attempts"] == before else {})
-        if taken["attempts"] != before:
+        mine = {"state": "new", "reason": None, "handle": {}, "claim": uuid.uuid4().hex[:12]}
+        taken = self.change(job.name, lambda old: mine if old["state"] in FINAL and old["attempts"] == before else {})
+        if taken.get("claim") != mine["claim"]:
             raise UsageError(f"{name} was retried by somebody else just now")
         return self._submit(job)
 
@@ -169,7 +126,7 @@ def followed(log: JobLog, name: str, wait: Callable[[], None]) -> Iterator[bytes
     seen = 0
     while True:
         record = log.refreshed(log.get(name))
-        output = target(record["on"]).logs(record)
+        output = cluster_of(record).logs(record)
         yield output[seen:]
         seen = len(output)
         if record["state"] in FINAL:
@@ -181,5 +138,5 @@ def _key(name: str) -> str:
     return f"{name}/job.json"
 
 
-def _bytes(record: Mapping[str, Any]) -> bytes:
+def _bytes(record: Record) -> bytes:
     return (json.dumps(record, indent=1) + "\n").encode()

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 JOIN_SECONDS = 600.0
@@ -39,71 +41,66 @@ def machines() -> tuple[int, int, str]:
 def main(command: list[str]) -> int:
     """Run the command on the first machine; the exit code."""
     rank, count, head = machines()
-    address = f"{head}:{os.environ.get('PALESTRA_RAY_PORT', '6379')}"
     if count == 1:
         return subprocess.call(command)
-    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    port = os.environ.get("PALESTRA_RAY_PORT", "6379")
+    address = f"{head}:{port}"
     if rank:
-        return _follow(address, [*ray, f"--address={address}"])
-    port = f"--port={address.rpartition(':')[2]}"
-    started = _start([*ray, "--head", f"--node-ip-address={head}", port, "--include-dashboard=false"])
-    try:
+        _follow(address)
+        return 0
+    with _ray("--head", f"--node-ip-address={head}", f"--port={port}", "--include-dashboard=false") as started:
         os.environ["RAY_ADDRESS"] = address
-        _wait(address, count, started)
+        _wait(f"Ray did not start at {address}", lambda: _answers(address), started)
+        _join(address, count)
         with subprocess.Popen(command) as process:
             signal.signal(signal.SIGTERM, lambda *_: process.terminate())
             return process.wait()
-    finally:
-        _end(started)
 
 
-def _wait(address: str, count: int, started: subprocess.Popen) -> None:
-    """Until all machines have joined."""
+def _join(address: str, count: int) -> None:
+    """Until all machines are there."""
     import ray
 
-    until = time.monotonic() + JOIN_SECONDS
-    while not _answers(address):
-        if started.poll() is not None or time.monotonic() > until:
-            raise SystemExit(f"Ray did not start at {address}")
-        time.sleep(0.5)
     ray.init(address=address, log_to_driver=False)
-    while (joined := sum(node["Alive"] for node in ray.nodes())) < count:
-        if time.monotonic() > until:
-            raise SystemExit(f"{joined} of {count} machines have joined Ray at {address} after {JOIN_SECONDS:g} s")
-        time.sleep(0.5)
+    missing = f"not all {count} machines have joined Ray at {address} after {JOIN_SECONDS:g} s"
+    _wait(missing, lambda: sum(node["Alive"] for node in ray.nodes()) >= count)
     ray.shutdown()
 
 
-def _follow(address: str, start: list[str]) -> int:
+def _follow(address: str) -> None:
     """Another machine: be part of the cluster while its head answers. SIGTERM is for the head, which saves first."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    until = time.monotonic() + JOIN_SECONDS
-    while not _answers(address):
-        if time.monotonic() > until:
-            raise SystemExit(f"no Ray head answers at {address}")
-        time.sleep(POLL_SECONDS)
-    process, missed = _start(start), 0
-    try:
+    _wait(f"no Ray head answers at {address}", lambda: _answers(address))
+    missed = 0
+    with _ray(f"--address={address}") as process:
         while missed < GONE and process.poll() is None:
             time.sleep(POLL_SECONDS)
             missed = 0 if _answers(address) else missed + 1
-    finally:
-        _end(process)
-    return 0
 
 
-def _start(command: list[str]) -> subprocess.Popen:
-    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+def _wait(otherwise: str, ready: Callable[[], bool], process: subprocess.Popen | None = None) -> None:
+    """Until it is ready; the job ends if that takes too long or the process is gone."""
+    until = time.monotonic() + JOIN_SECONDS
+    while not ready():
+        if time.monotonic() > until or (process is not None and process.poll() is not None):
+            raise SystemExit(otherwise)
+        time.sleep(0.5)
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Ray drains a node for half a minute, which is of no use at the end."""
-    process.terminate()
+@contextmanager
+def _ray(*options: str) -> Iterator[subprocess.Popen]:
+    """Ray on this machine, as long as the block lasts."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *options]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
-        process.wait(3.0)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(3.0)
+        except subprocess.TimeoutExpired:  # Ray drains a node for half a minute, which is of no use at the end
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _answers(address: str) -> bool:
