@@ -11,7 +11,7 @@ from tiny_models import tiny_checkpoint
 import palestra
 
 DATA = Path(os.environ.get("PALESTRA_DATA") or ROOT.parent / "shared" / "data").resolve()
-SETS = {"gsm8k": ["gsm8k"], "math": ["math"], "code": ["mbpp", "humaneval"]}
+SETS = {"gsm8k": ["gsm8k"], "math": ["math"], "code": ["mbpp"]}
 SMALL = {
     "device": "cpu",
     "threads": 1,

@@ -6,6 +6,7 @@ that it does not depend on where Python is installed, and then becomes the user 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -192,6 +193,21 @@ def test_machine_allows_neither_code_is_refused_unless_weak_is_asked_for():
         outcome = made.run_tests(GOOD, TESTED, ["f"], LONG)
         assert (outcome.status, outcome.level) == ("passed", "weak")
         assert made.run_tests("import os; os._exit(0)", TESTED, ["f"], LONG).status == "failed"
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv, to take rights"
+)
+def test_root_of_a_container_without_rights_is_refused_with_the_reason():
+    """Its user namespace has no other users to run code as, and allows no further namespace."""
+    start = "from palestra.tasks.sandbox.sandbox import Sandbox; Sandbox(workers=1).start()"
+    bare = 'echo 0 > /proc/sys/user/max_user_namespaces; exec setpriv --bounding-set=-all --inh-caps=-all "$@"'
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", bare, "sh", sys.executable, "-c", start]
+    if subprocess.run([*command[:3], "true"], capture_output=True).returncode:
+        pytest.skip("needs user namespaces")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert "UsageError: code cannot be run safely on this machine (namespaces: " in done.stderr
+    assert "uid: [Errno" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to see that it is given up")

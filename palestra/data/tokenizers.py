@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from palestra.data.media import PAD, PREPROCESSOR, VISION_TOKENS, PixelLimits
 from palestra.data.tokenizer_files import (
     GPT4_SHORT_DIGITS,
+    Spelling,
     added_token,
     bpe_model,
     byte_level_document,
@@ -30,60 +31,6 @@ from palestra.data.tokenizer_files import (
     with_declared_tokens,
 )
 from palestra.errors import UsageError
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-# GPT-2's printable character for each byte: Latin-1 where it prints, U+0100 and on for the other 68 bytes.
-_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
-
-
-class Spelling:
-    """How printed tokens become bytes, as a tokenizer.json's `decoder` describes it; others are refused by name.
-
-    Two families cover the language models: byte-level (GPT-2, Llama 3, Qwen), where each printed character is a byte,
-    and SentencePiece-like (Llama 2, Mistral), where a sign stands for the space, `<0x0A>` for a byte, and the space
-    put before every text is taken away again.
-    """
-
-    def __init__(self, decoder: dict[str, Any] | None) -> None:
-        self.byte_level = self.byte_fallback = False
-        self.replacements: list[tuple[str, str]] = []
-        self.leading_spaces = 0
-        """Spaces at the start of a text that are not part of it."""
-        steps: list[dict[str, Any]] = (decoder or {"type": "none"}).get("decoders") or [decoder or {"type": "none"}]
-        for step in steps:
-            match step:
-                case {"type": "ByteLevel"}:
-                    self.byte_level = True
-                case {"type": "ByteFallback"}:
-                    self.byte_fallback = True
-                case {"type": "Fuse"}:
-                    pass
-                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
-                    self.replacements.append((old, new))
-                case {"type": "Strip", "content": " ", "start": int(start), "stop": 0}:
-                    self.leading_spaces = start
-                case _:
-                    raise UsageError(
-                        f"tokenizer.json has the decoder {step['type']!r}, whose text cannot be assembled token by "
-                        "token. Supported are ByteLevel, and Replace (of a string), ByteFallback, Fuse and Strip (of "
-                        "leading spaces) in a Sequence"
-                    )
-
-    def bytes_of(self, printed: str) -> bytes:
-        """The bytes of one ordinary token (an added token is its own text)."""
-        if self.byte_level:
-            if all(character in _BYTES for character in printed):
-                return bytes(_BYTES[character] for character in printed)
-            return printed.encode()
-        if self.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(printed)):
-            return bytes([int(byte[1], 16)])
-        for old, new in self.replacements:
-            printed = printed.replace(old, new)
-        return printed.encode()
-
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.lm import hf_config, mxfp4
-from palestra.lm.hf_families import FAMILIES, KEPT, Family
+from palestra.lm.hf_families import FAMILIES, KEPT, NORMS, Family
 from palestra.lm.hf_vision import vision_names
 from palestra.lm.layers import MLP, Linear
 from palestra.lm.model import Block, Transformer
@@ -344,11 +344,8 @@ def slots(shape: Shape, family: Family | None) -> list[Slot]:
         for layer, block in enumerate(model.vision.blocks):
             assert isinstance(block, VisionBlock)
             places += _parts(f"visual.blocks.{layer}.mlp", f"vision.blocks.{layer}.mlp.gate_up", block.mlp.gate_up)
-    return [replace(slot, theirs=_renamed(slot.theirs, family.names)) for slot in places]
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    return reduce(lambda name, pair: name.replace(*pair), names.items(), name)
+    renamed = partial(reduce, lambda name, pair: name.replace(*pair), family.names.items())
+    return [replace(slot, theirs=renamed(slot.theirs)) for slot in places]
 
 
 def buffers_of(shape: Shape) -> set[str]:
@@ -429,19 +426,6 @@ def skeleton(shape: Shape, dtype: torch.dtype = torch.float32) -> Transformer:
     """A transformer without memory: only names and shapes."""
     with torch.device("meta"):
         return Transformer(shape, dtype)
-
-
-NORMS = {
-    None: {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"},
-    "post": {"post_attention_layernorm": "attn_out_norm", "post_feedforward_layernorm": "mlp_out_norm"},
-    "both": {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "attn_out_norm",
-        "pre_feedforward_layernorm": "mlp_norm",
-        "post_feedforward_layernorm": "mlp_out_norm",
-    },
-}
-"""The norms of a layer by their names in Hugging Face models, for each order."""
 
 
 def _layer_slots(theirs: str, ours: str, block: Block, shape: Shape, family: Family) -> Iterator[Slot]:

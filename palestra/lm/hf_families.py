@@ -212,3 +212,15 @@ HARMLESS = KEPT | {
 }
 """Further such keys, which are not kept: they speak of one file, or of how transformers is to run it."""
 # fmt: on
+
+NORMS = {
+    None: {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"},
+    "post": {"post_attention_layernorm": "attn_out_norm", "post_feedforward_layernorm": "mlp_out_norm"},
+    "both": {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "attn_out_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_out_norm",
+    },
+}
+"""The norms of a layer by their names in Hugging Face models, for each order."""

@@ -158,14 +158,29 @@ Runs = Annotated[list[str], Query()]
 def create_app(places: Places, *, key: str | None = None, hosts: Sequence[str] = LOOPBACK) -> Any:
     """The application over the runs of some folders."""
     app = FastAPI(title="palestra view", docs_url=None, redoc_url=None, openapi_url=None)
-    listing, metrics, groups, indexer = runs.RunList(places), series.Metrics(), rollouts.Rollouts(), Indexer()
-
     for kind in (PalestraError, RequestValidationError, *DAMAGED):
         app.exception_handler(kind)(explained)
+    for add in (add_runs, add_metrics, add_records):
+        add(app, places)
+
+    @app.get("/{path:path}")
+    def page(path: str) -> Response:
+        return FileResponse(inside(STATIC, path or "index.html"), headers={"Cache-Control": "no-cache"})
+
+    return Guard(app, key, hosts)
+
+
+def add_runs(app: FastAPI, places: Places) -> None:
+    """The lists of runs and of what is not one, and of a run its state, files, log and notes."""
+    listing = runs.RunList(places)
 
     @app.get("/api/runs")
     def list_runs(request: Request) -> Response:
         return reply({"roots": [str(root) for root in places.roots], "runs": listing.rows()}, request)
+
+    @app.get("/api/others")
+    def what_is_not_a_run(request: Request) -> Response:
+        return reply(others(places), request)
 
     @app.get("/api/run")
     def one_run(request: Request, run: str) -> Response:
@@ -188,6 +203,19 @@ def create_app(places: Places, *, key: str | None = None, hosts: Sequence[str] =
     def log(run: str, seed: Seed = None, after: int | None = None) -> Response:
         return reply(runs.tail(places.session(run, seed).path / "log.txt", after))
 
+    @app.get("/api/notes")
+    def notes(run: str) -> Response:
+        return reply(runs.read_notes(places.run(run)))
+
+    @app.patch("/api/notes")
+    def keep_notes(run: str, changes: Annotated[dict[str, Any], Body()]) -> Response:
+        return reply(runs.change_notes(places.run(run), changes))
+
+
+def add_metrics(app: FastAPI, places: Places) -> None:
+    """Curves, and runs beside each other."""
+    metrics = series.Metrics()
+
     def columns(run: Run, x: str = "step", low: float = -math.inf, high: float = math.inf) -> dict[int, series.Columns]:
         return {one.seed: metrics.window(one.path / series.FILE, x, low, high) for one in run.sessions}
 
@@ -209,12 +237,35 @@ def create_app(places: Places, *, key: str | None = None, hosts: Sequence[str] =
             found[name] = about | {"series": {one: chart for one, chart in charts.items() if chart is not None}}
         return reply({"x": x, "runs": found}, request)
 
-    def lines(session: Run, name: str) -> LineFile:
-        try:
-            return LineFile(inside(session.path, name))
-        except (OSError, NotThere) as error:
-            why = "it is of another kind, has not begun, or rollout.record or track.trace is false"
-            raise NotThere(f"this session has no {name}: {why}") from error
+    @app.get("/api/compare")
+    def compare(run: Runs) -> Response:
+        specs = [places.run(name).spec for name in run]
+        table: dict[str, list[Any]] = {}
+        for place, spec in enumerate(specs):
+            for change in runs.differing(differences(specs[0], spec)):
+                row = table.setdefault(change["path"], [change.get("before")] * len(specs))
+                row[place] = change.get("after")
+        results = []
+        for name in run:
+            sessions = columns(places.run(name))
+            known = series.names(sessions.values())
+            shown = [*known["leading"], *(one for one in known["metrics"] if one.startswith("eval/"))]
+            results.append(series.finals(sessions, [one for one in dict.fromkeys(shown) if one[-3:] != "_se"]))
+        return reply({"runs": run, "spec": table, "finals": results})
+
+
+def lines(session: Run, name: str) -> LineFile:
+    """The lines of a file of a session."""
+    try:
+        return LineFile(inside(session.path, name))
+    except (OSError, NotThere) as error:
+        why = "it is of another kind, has not begun, or rollout.record or track.trace is false"
+        raise NotThere(f"this session has no {name}: {why}") from error
+
+
+def add_records(app: FastAPI, places: Places) -> None:
+    """What was recorded row by row: completions, the timeline, the data that was trained on."""
+    groups, indexer = rollouts.Rollouts(), Indexer()
 
     @app.get("/api/rollouts")
     def step_of_rollouts(
@@ -256,26 +307,6 @@ def create_app(places: Places, *, key: str | None = None, hosts: Sequence[str] =
             share = min(indexer.share(Index(file.path), file) for file in files)
             return reply(timeline(files, share, low=low, high=high, step=step, bins=bins), request)
 
-    @app.get("/api/compare")
-    def compare(run: Runs) -> Response:
-        specs = [places.run(name).spec for name in run]
-        table: dict[str, list[Any]] = {}
-        for place, spec in enumerate(specs):
-            for change in runs.differing(differences(specs[0], spec)):
-                row = table.setdefault(change["path"], [change.get("before")] * len(specs))
-                row[place] = change.get("after")
-        results = []
-        for name in run:
-            sessions = columns(places.run(name))
-            known = series.names(sessions.values())
-            shown = [*known["leading"], *(one for one in known["metrics"] if one.startswith("eval/"))]
-            results.append(series.finals(sessions, [one for one in dict.fromkeys(shown) if one[-3:] != "_se"]))
-        return reply({"runs": run, "spec": table, "finals": results})
-
-    @app.get("/api/others")
-    def what_is_not_a_run(request: Request) -> Response:
-        return reply(others(places), request)
-
     @app.get("/api/data")
     def datasets(request: Request, run: Text = None) -> Response:
         return reply(data.sets(places, None if run is None else places.session(run)), request)
@@ -286,21 +317,6 @@ def create_app(places: Places, *, key: str | None = None, hosts: Sequence[str] =
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
     ) -> Response:  # fmt: skip
         return reply(data.page(places, path, None if run is None else places.session(run), row, text, limit))
-
-    @app.get("/api/notes")
-    def notes(run: str) -> Response:
-        return reply(runs.read_notes(places.run(run)))
-
-    @app.patch("/api/notes")
-    def keep_notes(run: str, changes: Annotated[dict[str, Any], Body()]) -> Response:
-        return reply(runs.change_notes(places.run(run), changes))
-
-    @app.get("/{path:path}")
-    def page(path: str) -> Response:
-        found = inside(STATIC, path or "index.html")
-        return FileResponse(found, headers={"Cache-Control": "no-cache"})
-
-    return Guard(app, key, hosts)
 
 
 def start(folders: Sequence[str], *, host: str, port: int, key: str | None, open_page: bool, demo: bool) -> None:

@@ -314,12 +314,15 @@ class Scheduler:
             self.waiting.rotate(-1)
             self._turn = 0
 
-    def withdraw(self, job: EngineJob) -> None:
-        """Start no more samples of a job."""
+    def withdraw(self, job: EngineJob) -> list[Sample]:
+        """Start no more samples of a job, nor go on with preempted ones; returns all that have started."""
         if job in self.waiting:
             if self.waiting[0] is job:
                 self._turn = 0
             self.waiting.remove(job)
+        started = [sample for sample in (*self.rows, *self.preempted) if sample.job is job]
+        self.preempted = [sample for sample in self.preempted if sample.job is not job]
+        return started
 
     def pieces(self, budget: int) -> Iterator[tuple[Sample, int]]:
         """Samples, and up to where to compute their tokens now: `budget` tokens or a page more.

@@ -43,8 +43,6 @@ from palestra.lm.moe import multiplies_groups
 SCORED = 256
 """Tokens whose distributions `score` has in memory at a time."""
 
-__all__ = ["Engine", "EngineFailed", "PromptTooLong", "QueueFull"]
-
 
 class Engine:
     """Generates with a copy of a model. Any thread may call any method; one runs at a time.
@@ -274,10 +272,9 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         """Gauges and counters."""
         running, waiting = len(self._scheduler.rows), [*self._new, *self._scheduler.waiting]
-        again = len(self._scheduler.preempted)
         return {
             "running": running,
-            "waiting": sum(job.request.n - job.started for job in waiting) + again,
+            "waiting": sum(job.request.n - job.started for job in waiting) + len(self._scheduler.preempted),
             "requests": len(self._jobs),
             "slots": self.slots,
             "free_slots": self.slots - running,
@@ -315,21 +312,16 @@ class Engine:
 
     def _refuse(self, job: EngineJob, error: UsageError) -> None:
         """End a request with an error of its own."""
-        scheduler = self._scheduler
-        scheduler.withdraw(job)
-        scheduler.preempted = [sample for sample in scheduler.preempted if sample.job is not job]
-        for sample in [sample for sample in scheduler.rows if sample.job is job]:
-            self._free(sample)
+        for sample in self._scheduler.withdraw(job):
+            if sample.row >= 0:
+                self._free(sample)
         with self._inbox:
             del self._jobs[job.id]
         job.sink.put(error)
 
     def _abort(self, job: EngineJob) -> None:
-        self._scheduler.withdraw(job)
-        scheduler = self._scheduler
-        for sample in [sample for sample in (*scheduler.rows, *scheduler.preempted) if sample.job is job]:
+        for sample in self._scheduler.withdraw(job):
             self._end(sample, len(sample.tokens), "", StopReason.ABORT)
-        scheduler.preempted = [sample for sample in scheduler.preempted if sample.job is not job]
         for index in range(job.started, job.request.n):
             self._end(Sample(job, index, -1), 0, "", StopReason.ABORT)
 
@@ -407,10 +399,9 @@ class Engine:
     def _started(self, running: list[Sample]) -> Burst:
         """A burst that samples tokens in the rows of `running`."""
         steps = self.steps if self._runner.ahead else min(self.steps, max(sample.remaining for sample in running))
-        if not self._runner.ahead and any(sample.job.sink.streams for sample in running):
-            steps = 1  # somebody reads along
-        if edited := [(sample.row, sample.edits) for sample in running if sample.edits is not None]:
-            steps = 1
+        edited = [(sample.row, sample.edits) for sample in running if sample.edits is not None]
+        if edited or (not self._runner.ahead and any(sample.job.sink.streams for sample in running)):
+            steps = 1  # edits depend on the last token, or somebody reads along
         edits = ScoreEdits.of(edited, self.model.shape.vocab or 0, self._runner.device)
         longest = max(sample.cached + sample.ahead for sample in running)
         needs = Needs.of([job.sampling for job in {id(sample.job): sample.job for sample in running}.values()])
@@ -454,8 +445,7 @@ class Engine:
         self, sample: Sample, version: int, tokens: list[int], logprobs: list[float], top: list[Alternatives]
     ) -> None:
         """Add sampled tokens to a sample and check whether it has ended."""
-        since, job, text = len(sample.tokens), sample.job, ""
-        count = len(tokens)
+        since, job, text, count = len(sample.tokens), sample.job, "", len(tokens)
         if sample.text is None and self._stops is not None:
             sample.text = self._stops.text(job.sampling.stop, sample.tokens, tokens)
         if sample.text is not None:

@@ -141,6 +141,9 @@ def prepare(way: Way, folder: str, paths: Sequence[str]) -> Isolation:
     """Bring the server to a level; `folder` is empty and its own."""
     uids = None if way.own_users or way.level == "weak" else unused_uids()
     if way.level != "namespaces":
+        if uids is not None:  # root of a container may have neither the right nor these users
+            os.chown(folder, uids[CANDIDATE], -1)
+            os.chown(folder, os.geteuid(), -1)
         return Isolation(way.level, (0, 0), uids, tuple(paths))
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(OF_THE_SERVER | (kernel.NEWUSER if way.own_users else 0))
