@@ -174,6 +174,12 @@ def test_verdict_needs_mean_and_iqm_and_two_standard_errors(scores, expected):
     assert verdict(entry, BenchResult((record,))) == expected
 
 
+@pytest.mark.parametrize(("scores", "expected"), [([500.0], "–"), ([500.0, 500.0], "0.00"), ([499.0, 501.0], "1.00")])
+def test_standard_error_of_one_seed_is_a_dash(scores, expected):
+    record = BenchRecord("x", "h", "e", 1, 1, dict(enumerate(scores)), "c", "m", "2026-01-01", {})
+    assert BenchResult((record,)).spread == expected
+
+
 def test_bench_plan_runs_what_is_missing_and_resumes_what_was_begun(finished, tmp_path):
     copy = copied(finished, tmp_path)
     (status,) = copy.glob("runs/bench/ppo_cartpole/*/sessions/101/status.json")

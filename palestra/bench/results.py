@@ -140,6 +140,11 @@ class BenchResult:
         self.iqm = float(interquartile_mean(values))
         self.interval = bootstrap_interval(values)
 
+    @property
+    def spread(self) -> str:
+        """The standard error as text; one seed has none."""
+        return f"{self.standard_error:.2f}" if len(self.scores) > 1 else "–"
+
     def verdict(self, published: float) -> str:
         """Above (mean and IQM reach the figure), below, or tied: less than two standard errors away."""
         if abs(self.mean - published) < 2 * self.standard_error:

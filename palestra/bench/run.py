@@ -68,7 +68,7 @@ def _described(entry: Entry, records: list[BenchRecord]) -> str:
     if not records:
         return f"{entry.spec:<26} not run"
     result = BenchResult(records)
-    numbers = f"mean {result.mean:.2f} ± {result.standard_error:.2f}, IQM {result.iqm:.2f}, {len(result.scores)} seeds"
+    numbers = f"mean {result.mean:.2f} ± {result.spread}, IQM {result.iqm:.2f}, {len(result.scores)} seeds"
     return f"{entry.spec:<26} {numbers}; {verdict(entry, result)} (SLM-Lab {entry.published:g})"
 
 

@@ -96,7 +96,7 @@ def _cells(entry: Entry, result: BenchResult) -> dict[str, str]:
         "spec hash": f"`{records[0].hash[:8]}`",
         "seeds": _seeds(sorted(result.scores)),
         "mean": f"{result.mean:.2f}",
-        "standard error": f"{result.standard_error:.2f}",
+        "standard error": result.spread,
         "IQM": f"{result.iqm:.2f}",
         "95 % interval": f"{low:.2f} to {high:.2f}",
         "SLM-Lab": f"{entry.published:g}",
