@@ -54,11 +54,22 @@ def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + i, silu * up, mask=inside)
 
 
-def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of `swiglu` (T, 2F), from that of its result."""
-    out, (rows, width), block = torch.empty_like(gate_up), grad.shape, _block(grad.shape[1])
-    _swiglu_backward[(rows, triton.cdiv(width, block))](grad.contiguous(), gate_up, out, width, block)
-    return out
+class SwiGLU(torch.autograd.Function):
+    """`swiglu` with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return swiglu(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        out, (rows, width) = torch.empty_like(gate_up), grads[0].shape
+        block = _block(width)
+        grid = (rows, triton.cdiv(width, block))
+        _swiglu_backward[grid](grads[0].contiguous(), gate_up, out, width, block)
+        return out
 
 
 @triton.jit

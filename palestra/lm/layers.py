@@ -121,8 +121,15 @@ def doubled(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """SiLU(gate) · up of the two halves."""
-    own = own_gradients(gate_up) or (torch.is_grad_enabled() and not gate_up.is_cuda)
-    return _SwiGLU.apply(gate_up) if own else _swiglu(gate_up, _fused(gate_up))
+    if _fused(gate_up):
+        from palestra.lm import kernels
+
+        return kernels.swiglu(gate_up)
+    if own_gradients(gate_up):
+        from palestra.lm import kernels
+
+        return kernels.SwiGLU.apply(gate_up)
+    return _SwiGLU.apply(gate_up) if torch.is_grad_enabled() and not gate_up.is_cuda else _swiglu(gate_up)
 
 
 def _fused(x: Tensor) -> bool:
@@ -233,11 +240,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float = 1.0) -> Tensor:
     return out.to(x.dtype)
 
 
-def _swiglu(gate_up: Tensor, fused: bool) -> Tensor:
-    if fused:
-        from palestra.lm import kernels
-
-        return kernels.swiglu(gate_up)
+def _swiglu(gate_up: Tensor) -> Tensor:
     if native.available(gate_up):
         return native.gate(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -248,15 +251,11 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        return _swiglu(gate_up, gate_up.is_cuda)
+        return _swiglu(gate_up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        if gate_up.is_cuda:
-            from palestra.lm import kernels
-
-            return kernels.swiglu_backward(grads[0], gate_up)
         if native.available(gate_up):
             return native.gate_backward(grads[0], gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
