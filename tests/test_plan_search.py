@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from palestra.cli.main import app
 from palestra.errors import PalestraError, UsageError
+from palestra.plan import calibrate
 from palestra.plan.calibrate import fitted, fitted_apart
 from palestra.plan.costs import Layout, sampling, scored_again, train_step, train_work, trainer_memory
 from palestra.plan.devices import (
@@ -203,6 +204,19 @@ def test_a_gpu_and_the_python_that_runs_ahead_of_it_have_prices_of_their_own():
     found = replace(device, prices={"train": fitted_apart(samples)})
     assert [found.seconds("train", work) for work in works] == pytest.approx([s for _, s in samples], rel=0.03)
     assert fitted_apart([(Work(1e9), 1.0), (Work(2e9), 2.0)]).flops == pytest.approx(1e-9)  # Python never shows
+
+
+@pytest.mark.slow
+def test_gpu_calibration_runs_whole_with_tiny_shapes(monkeypatch):
+    """On a CPU: that nothing in it fails, not that its prices say anything of a GPU."""
+    tiny = {"layers": 1, "width": 32, "heads": 2, "mlp": 64}
+    monkeypatch.setitem(calibrate.CASES, "cuda", [(layers, 64, 128, 96, 4, 16) for layers in (1, 2, 3)])
+    monkeypatch.setitem(calibrate.RUNS, "cuda", (tiny, ((2, 8), (4, 8))))
+    told: list[str] = []
+    device = calibrate.calibrated(told.append, kind="cuda")
+    assert [line.partition(":")[0] for line in told[3:5]] == ["pretraining", "16 completions of 8 tokens"]
+    assert min(price for phase in device.prices.values() for price in phase) >= 0.0
+    assert device.seconds("train", Work(1e9, 1e9, 2, 4, 1)) > 0.0
 
 
 def test_calibration_is_read_back_and_a_broken_one_is_named(tmp_path, monkeypatch):
