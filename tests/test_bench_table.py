@@ -13,7 +13,7 @@ import pytest
 import yaml
 from conftest import SHORT
 
-from palestra.bench.results import BenchRecord, BenchResult, append, find, identity, measure, read, shipped
+from palestra.bench.results import BenchRecord, BenchResult, append, find, identity, machine_of, measure, read, shipped
 from palestra.bench.run import bench, plan
 from palestra.bench.suites import SEEDS, SHIPPED, SUITES, Entry, entries, parse_seeds
 from palestra.bench.table import COLUMNS, HISTORY, markdown_table, verdict, write_page
@@ -180,6 +180,15 @@ def test_standard_error_of_one_seed_is_a_dash(scores, expected):
     assert BenchResult((record,)).spread == expected
 
 
+def test_a_run_on_a_gpu_is_of_the_same_spec_and_says_which_gpu():
+    spec = shipped(SHIPPED, entries("classic", "ppo_c")[0])
+    assert spec is not None
+    assert identity(spec.model_copy(update={"device": "cuda"})) == identity(spec)
+    manifest = {"os": "Linux-x86_64", "cpu": "Xeon", "cores": 16, "gpu": "NVIDIA H200", "spec": {"device": "cuda"}}
+    assert machine_of(manifest) == "NVIDIA H200, Xeon (x86_64, 16 cores)"
+    assert machine_of(manifest | {"spec": {"device": "auto"}}) == "Xeon (x86_64, 16 cores)"
+
+
 def test_bench_plan_runs_what_is_missing_and_resumes_what_was_begun(finished, tmp_path):
     copy = copied(finished, tmp_path)
     (status,) = copy.glob("runs/bench/ppo_cartpole/*/sessions/101/status.json")
@@ -196,6 +205,8 @@ def test_bench_plan_runs_what_is_missing_and_resumes_what_was_begun(finished, tm
         ("ppo_cartpole seed 105", new),
     ]
     assert told == ["ppo_cartpole: seed 100 done"]
+    (gpu,) = plan(chosen, [105], copy / "specs", copy / "runs/bench", told.append, "cuda")
+    assert gpu.args[0]["overrides"]["device"] == "cuda"
     every = plan(chosen, None, copy / "specs", copy / "runs/bench", told.append)
     assert [int(job.name.split()[-1]) for job in every] == [101, *range(103, 110)]
 
@@ -247,7 +258,7 @@ def test_bench_a_run_that_fails_leaves_the_others_and_the_table(scratch):
 def test_bench_bad_arguments_are_usage_errors(tmp_path, given, said):
     settings = {"suite": None, "seeds": None, "only": None, "parallel": 1, "hours": None}
     settings |= {"table_only": False, "tell": print}
-    places = {"on": None, "out": tmp_path / "page.md", "specs": tmp_path, "root": tmp_path / "runs"}
+    places = {"on": None, "device": None, "out": tmp_path / "page.md", "specs": tmp_path, "root": tmp_path / "runs"}
     with pytest.raises(UsageError, match=said):
         bench(**{**settings, **places, **given})
 

@@ -23,7 +23,7 @@ from palestra.spec.load import load, resolved, spec_hash
 from palestra.spec.model import plain
 from palestra.spec.renames import translated
 
-NEUTRAL = {"seed": 0, "max_session": 1, "search": None}
+NEUTRAL = {"seed": 0, "max_session": 1, "search": None, "device": "auto"}
 """The fields in which runs of one spec differ, and its search."""
 
 
@@ -229,6 +229,7 @@ def _clean_commit(session: Path, git: dict[str, Any] | None) -> str | None:
 
 
 def machine_of(manifest: dict[str, Any]) -> str:
-    """Its processor, architecture and number of cores."""
+    """Its processor, architecture and number of cores; the GPU where that computed."""
     architecture = re.search(r"x86_64|aarch64|arm64|AMD64", manifest["os"])
-    return f"{manifest['cpu']} ({architecture[0] if architecture else manifest['os']}, {manifest['cores']} cores)"
+    host = f"{manifest['cpu']} ({architecture[0] if architecture else manifest['os']}, {manifest['cores']} cores)"
+    return f"{manifest['gpu']}, {host}" if manifest["spec"].get("device") == "cuda" else host

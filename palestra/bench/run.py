@@ -30,6 +30,7 @@ def bench(
     parallel: int | None,
     hours: float | None,
     on: str | None,
+    device: str | None,
     out: Path | None,
     table_only: bool,
     specs: Path | None,
@@ -49,9 +50,9 @@ def bench(
         out = CHECKOUT / "docs" / "benchmarks.md"
     try:
         if hours is not None and not table_only:
-            run_for(hours, chosen, wanted, folder, root, parallel, tell, on)
+            run_for(hours, chosen, wanted, folder, root, parallel, tell, on, device)
         elif not table_only:
-            run(plan(chosen, wanted, folder, root, tell), root, parallel, tell, on)
+            run(plan(chosen, wanted, folder, root, tell, device), root, parallel, tell, on)
     finally:  # finished runs enter the table, also if other runs failed or were stopped
         measured = {entry: measure(entry, folder, root, wanted or entry.seeds) for entry in chosen}
         for entry, records in measured.items():
@@ -72,9 +73,16 @@ def _described(entry: Entry, records: list[BenchRecord]) -> str:
     return f"{entry.spec:<26} {numbers}; {verdict(entry, result)} (SLM-Lab {entry.published:g})"
 
 
-def plan(entries: Sequence[Entry], wanted: Sequence[int] | None, specs: Path, root: Path, tell: Tell) -> list[WorkItem]:
+def plan(
+    entries: Sequence[Entry],
+    wanted: Sequence[int] | None,
+    specs: Path,
+    root: Path,
+    tell: Tell,
+    device: str | None = None,
+) -> list[WorkItem]:
     """The missing runs; tells which seeds are done or running, and how many runs of other versions are ignored."""
-    items = []
+    items, elsewhere = [], {} if device is None else {"device": device}
     for entry in entries:
         seeds, source = wanted or entry.seeds, entry.source(specs)
         spec = shipped(specs, entry)
@@ -91,7 +99,7 @@ def plan(entries: Sequence[Entry], wanted: Sequence[int] | None, specs: Path, ro
             if seed not in sessions.done and seed not in sessions.running:
                 runs.setdefault(sessions.open.get(seed, seed), []).append(seed)
         for trial, of in runs.items():
-            new = {"spec": source, "overrides": {"seed": of[0], "max_session": 1}}
+            new = {"spec": source, "overrides": {"seed": of[0], "max_session": 1} | elsewhere}
             settings = {"root": root, **(new if isinstance(trial, int) else {"resume": trial})}
             log = root / "logs" / f"{entry.spec}_{of[0]}.txt"
             items.append(WorkItem(f"{entry.spec} seed {', '.join(map(str, of))}", run_one, (settings,), log=log))
@@ -107,6 +115,7 @@ def run_for(
     parallel: int | None,
     tell: Tell,
     on: str | None,
+    device: str | None = None,
 ) -> None:
     """Run missing seeds for so many hours, cheapest rows first; rows of unknown speed are begun before, to measure."""
     begin = time.monotonic()
@@ -120,14 +129,14 @@ def run_for(
     while unknown and time.monotonic() - begin < hours * 3600 / 2:  # the rest of the time is for whole rows
         wave, unknown = unknown[:parallel], unknown[parallel:]
         tell(f"measuring {', '.join(entry.spec for entry in wave)}")
-        items = [plan([entry], wanted, specs, root, lambda line: None)[0] for entry in wave]
+        items = [plan([entry], wanted, specs, root, lambda line: None, device)[0] for entry in wave]
         left = hours * 3600 - (time.monotonic() - begin)
         failures = _run(items, root, parallel, tell, on, min(START_SECONDS, left))
         failed |= {e: failures[item.name] for e, item in zip(wave, items, strict=True) if item.name in failures}
     ordered = cheapest_first(missing(entry, wanted, specs, root) for entry in entries if entry not in failed)
     for row in ordered:
         tell(_cost(row))
-    items = plan([row.entry for row in ordered], wanted, specs, root, tell)
+    items = plan([row.entry for row in ordered], wanted, specs, root, tell, device)
     failures = _run(items, root, parallel, tell, on, hours * 3600 - (time.monotonic() - begin))
     if failures := [*failed.values(), *failures.values()]:
         raise PalestraError(f"{len(failures)} runs failed, logs in {root / 'logs'}:\n" + "\n".join(failures))

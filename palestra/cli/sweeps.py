@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -191,6 +191,9 @@ def bench(
         float | None, Option(min=0, metavar="H", help="Run for so many hours, the cheapest missing rows first.")
     ] = None,
     on: options.On = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, Option(help="Where to compute; by default as the specs say.")
+    ] = None,
     out: Annotated[Path | None, Option(help="The page to write; in a checkout docs/benchmarks.md.")] = None,
     table_only: Annotated[bool, Option("--table", help="Run nothing: update the table from the run folders.")] = False,
     specs: Annotated[Path | None, Option(metavar="FOLDER", help="The specs; by default examples/control.")] = None,

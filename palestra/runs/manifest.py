@@ -39,6 +39,7 @@ def manifest(*, spec_hash: str, seed: int, command: Sequence[str]) -> dict[str, 
         "os": platform.platform(),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
+        "gpu": _gpu(torch),
         "threads": None if torch is None else torch.get_num_threads(),
         "environment": {key: REDACTED if SECRET.search(key) else value for key, value in ours.items()},
     }
@@ -93,6 +94,10 @@ def _packages() -> dict[str, str]:
             if dash and folder.endswith(".dist-info"):
                 versions.setdefault(name.replace("_", "-").lower(), version)
     return dict(sorted(versions.items()))
+
+
+def _gpu(torch: Any) -> str | None:
+    return torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else None
 
 
 def _cpu() -> str:

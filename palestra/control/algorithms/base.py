@@ -53,7 +53,7 @@ class AlgorithmParts:
         The tensors of its first `kept` arguments are the same in every call.
         """
         if self.device.type == "cuda":
-            graphed = self.spec.train.compile == "on" and self.spec.net.recurrent is None
+            graphed = self.spec.train.compile != "off" and self.spec.net.recurrent is None
             return Graphed(method, kept) if graphed else method
         return compiled(method, self.compiles and compiles)
 

@@ -218,7 +218,7 @@ class TrainSpec(Model):
     frames: int = Field(ge=1)
     """Environment frames to train for, over all environments; rounded up to whole steps."""
     compile: Execution[Literal["auto", "on", "off"]] = "auto"
-    """Compile the gradient step; auto: when the run is long enough to pay for it. On a GPU `on` makes CUDA graphs."""
+    """Compile the gradient step; auto: when the run is long enough to pay for it. On a GPU both make CUDA graphs."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Matmul precision; bf16 is several times faster for wide networks on a CPU with AMX."""
 
