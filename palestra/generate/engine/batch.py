@@ -347,10 +347,15 @@ class Scheduler:
         waiting = (s for s in self.rows if not s.active and s.source is None and s.cached == s.due)
         return [s for s in waiting if self._computing.isdisjoint(s.pages)]
 
+    def remember(self, sample: Sample) -> None:
+        """Let later prompts that begin as a sample does share its full pages, those of generated tokens too."""
+        if sample.shareable:
+            self.pool.remember(sample.pages, sample.keys, min(sample.cached, sample.due))
+
     def release(self, sample: Sample, *, remember: bool) -> tuple[int, int] | None:
         """Take a sample out; the one in the last row moves into its row: from where, and to where.
 
-        With `remember` its pages serve later prompts that begin as it does, those of generated tokens too.
+        With `remember` its pages serve later prompts.
         """
         lost = self._computing.intersection(sample.pages[sample.cached // PAGE :])
         self._computing -= lost
@@ -362,8 +367,8 @@ class Scheduler:
             if other is not sample:  # it has to compute them itself
                 first = next((i for i, page in enumerate(other.pages) if page in lost), len(other.pages))
                 other.cached = min(other.cached, first * PAGE)
-        if remember and sample.shareable:
-            self.pool.remember(sample.pages, sample.keys, min(sample.cached, sample.due))
+        if remember:
+            self.remember(sample)
         self.pool.release(sample.pages)
         sample.pages, row, sample.row, sample.active, sample.source = [], sample.row, -1, False, None
         self.sharing = [other for other in self.sharing if other.source is not None]

@@ -17,7 +17,7 @@ from palestra.generate.engine import decode_kernel
 from palestra.generate.engine.batch import BatchRows, DecodeStep, advance
 from palestra.generate.engine.cpu import Runner
 from palestra.generate.engine.decode_layers import DecodeLayers
-from palestra.generate.engine.kv_cache import Cache, Segment
+from palestra.generate.engine.kv_cache import Cache, Segment, spots
 from palestra.generate.engine.pages import PAGE
 from palestra.generate.engine.request import MOST_ALTERNATIVES
 from palestra.generate.engine.sampler import Needs
@@ -52,9 +52,7 @@ class CudaRunner(Runner):
         if self.model.dtype == torch.float32:  # flash attention has no FP32
             super().prefill(segments, tokens)
             return
-        places = np.concatenate([segment.places(segment.start, segment.end) for segment in segments])
-        positions = np.concatenate([np.arange(segment.start, segment.end) for segment in segments])
-        inputs = torch.from_numpy(np.stack([np.asarray(tokens), positions, places]))
+        inputs = torch.from_numpy(np.stack([np.asarray(tokens), *spots(segments)]))
         token, position, place = sent(inputs, self.device)
         self.model(token, position, PackedPrefill(self.cache, segments, place))
 
@@ -157,7 +155,8 @@ class PackedPrefill:
         self.read: Tensor | None = None
         """Where all keys lie, if some pieces begin in the middle of a sequence."""
         if any(s.start for s in segments):
-            self.read = sent(torch.from_numpy(np.concatenate([s.places(0, s.end) for s in segments])), places.device)
+            _, read = spots(segments, whole=True)
+            self.read = sent(torch.from_numpy(read), places.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim) → (T, H, dim)."""

@@ -331,7 +331,9 @@ class Engine:
         pieces = list(scheduler.pieces(self.prefill_tokens))
         if pieces:
             segments = [Segment(sample.pages, sample.cached, end, self._look(sample.job)) for sample, end in pieces]
-            tokens = [token for sample, end in pieces for token in sample.sequence[sample.cached : end]]
+            tokens: list[int] = []
+            for sample, end in pieces:
+                tokens += sample.sequence[sample.cached : end]
             self._runner.prefill(segments, tokens)
             self._prefilled += len(tokens)
             for sample, end in pieces:
@@ -440,6 +442,9 @@ class Engine:
                     self._refuse(sample.job, error)
                 if not sample.active:
                     break
+            else:  # page by page, while the device works: not all at once when it has ended
+                if not self.exact and sample.cached // PAGE > (sample.cached - len(tokens)) // PAGE:
+                    self._scheduler.remember(sample)
 
     def _extend(
         self, sample: Sample, version: int, tokens: list[int], logprobs: list[float], top: list[Alternatives]

@@ -166,10 +166,19 @@ class Segment:
     seen: "Looked | None" = None
     """What the tower has made of the sequence's images."""
 
-    def places(self, start: int, end: int) -> np.ndarray:
-        """Where its tokens lie in the cache, which counts the positions of all pages."""
-        positions = np.arange(start, end)
-        return np.asarray(self.pages)[positions // PAGE] * PAGE + positions % PAGE
+
+def spots(segments: Sequence[Segment], *, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """The positions of all segments' tokens, end to end, and where they lie in the cache; `whole`: from 0 on.
+
+    The cache counts the positions of all pages.
+    """
+    starts = np.array([0 if whole else segment.start for segment in segments])
+    lengths = np.array([segment.end for segment in segments]) - starts
+    positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths - starts, lengths)
+    pages = np.array([page for segment in segments for page in segment.pages])
+    counts = np.array([len(segment.pages) for segment in segments])
+    first = np.repeat(np.cumsum(counts) - counts, lengths)
+    return positions, pages[first + positions // PAGE] * PAGE + positions % PAGE
 
 
 class PrefillAttention:
@@ -182,8 +191,7 @@ class PrefillAttention:
 
     def __init__(self, cache: Cache, segments: Sequence[Segment]):
         self.cache, device = cache, cache.keys.device
-        places = np.concatenate([segment.places(segment.start, segment.end) for segment in segments])
-        self.places = torch.from_numpy(places).to(device)
+        self.places = torch.from_numpy(spots(segments)[1]).to(device)
         """Where each token goes."""
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         tiles: dict[int, list[tuple[Segment, int]]] = {}

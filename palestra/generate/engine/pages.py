@@ -86,8 +86,11 @@ class PagePool:
 
     def remember(self, pages: Sequence[int], tokens: Sequence[int], count: int) -> None:
         """The first pages of a sequence, as many as `count` of its tokens fill, hold what these tokens give."""
-        parent = 0
-        for page, own in zip(pages, _chunks(tokens, count // PAGE), strict=False):
+        most, first = min(count // PAGE, len(pages)), 0
+        while first < most and pages[first] in self._keys:
+            first += 1
+        parent = self._keys[pages[first - 1]][1] if first else 0
+        for page, own in zip(pages[first:most], _chunks(tokens, most, first), strict=True):
             key = (parent, own)
             if (known := self._known.get(key)) is not None:
                 parent = self._keys[known][1]
@@ -108,8 +111,10 @@ class PagePool:
                     self._free.append(page)
 
     def _evict(self) -> None:
-        self.forget([next(iter(self._idle))])
+        page = next(iter(self._idle))
+        del self._idle[page], self._known[self._keys.pop(page)[0]]
+        self._free.append(page)
 
 
-def _chunks(tokens: Sequence[int], count: int) -> Iterator[tuple[int, ...]]:
-    return (tuple(tokens[i * PAGE : (i + 1) * PAGE]) for i in range(count))
+def _chunks(tokens: Sequence[int], count: int, first: int = 0) -> Iterator[tuple[int, ...]]:
+    return (tuple(tokens[i * PAGE : (i + 1) * PAGE]) for i in range(first, count))

@@ -1,9 +1,10 @@
 """A request in the engine: validation, the state of each of its samples, growing text and stop strings."""
 
+import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from palestra.data.media import check_places, content_keys, rope_positions
 from palestra.data.tokenizers import Detokenizer, Tokenizer
@@ -136,6 +137,21 @@ MOST_BIASED, MOST_BIAS = 1024, 100
 """How many tokens a logit_bias can have, and how large it can be."""
 LEAST_TOP_P = 1e-6
 """Far below the probability of the most likely token in any vocabulary, which is always kept."""
+LIMITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "temperature": (f"0, or {COLDEST:g} to {HOTTEST:g}", lambda heat: heat == 0 or COLDEST <= heat <= HOTTEST),
+    "top_k": ("at least 1", lambda most: most is None or most >= 1),
+    "top_p": (f"{LEAST_TOP_P:g} to 1", lambda share: LEAST_TOP_P <= share <= 1),
+    "min_p": ("from 0 to 1", lambda share: 0 <= share <= 1),
+    "max_new_tokens": ("at least 1", lambda count: count >= 1),
+    "min_new_tokens": ("0 or more", lambda count: count >= 0),
+    "logprobs": (f"0 to {MOST_ALTERNATIVES}", lambda count: 0 <= count <= MOST_ALTERNATIVES),
+    "repetition_penalty": ("0.01 to 100", lambda penalty: 0.01 <= penalty <= 100),
+    "frequency_penalty": ("−2 to 2", lambda penalty: -2 <= penalty <= 2),
+    "presence_penalty": ("−2 to 2", lambda penalty: -2 <= penalty <= 2),
+}
+"""Of a sampling's fields: what is expected, and whether a value is that."""
+PROCESS, NUMBERS = secrets.token_hex(4), itertools.count()
+"""Of ids: random once, since a request should not wait for the system's random numbers."""
 
 
 Alternatives = tuple[tuple[int, float], ...]
@@ -313,29 +329,17 @@ def checked(
     if not prompt:
         raise UsageError("the prompt is empty: it needs at least one token, such as the one that begins a text")
     bias = sampling.logit_bias or {}
-    for token in (*prompt, *sampling.stop_ids, *bias):
-        if not 0 <= token < vocab:
-            raise UsageError(f"token {token} is not in the model's vocabulary of {vocab}")
-    heat = sampling.temperature
-    repetition, frequency, presence = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-    limits = {
-        "n": (request.n, "at least 1", request.n >= 1),
-        "temperature": (heat, f"0, or {COLDEST:g} to {HOTTEST:g}", heat == 0 or COLDEST <= heat <= HOTTEST),
-        "top_k": (sampling.top_k, "at least 1", sampling.top_k is None or sampling.top_k >= 1),
-        "top_p": (sampling.top_p, f"{LEAST_TOP_P:g} to 1", LEAST_TOP_P <= sampling.top_p <= 1),
-        "min_p": (sampling.min_p, "from 0 to 1", 0 <= sampling.min_p <= 1),
-        "max_new_tokens": (sampling.max_new_tokens, "at least 1", sampling.max_new_tokens >= 1),
-        "min_new_tokens": (sampling.min_new_tokens, "0 or more", sampling.min_new_tokens >= 0),
-        "logprobs": (sampling.logprobs, f"0 to {MOST_ALTERNATIVES}", 0 <= sampling.logprobs <= MOST_ALTERNATIVES),
-        "repetition_penalty": (repetition, "0.01 to 100", 0.01 <= repetition <= 100),
-        "frequency_penalty": (frequency, "−2 to 2", -2 <= frequency <= 2),
-        "presence_penalty": (presence, "−2 to 2", -2 <= presence <= 2),
-    }
-    for token, value in bias.items():
-        limits[f"logit_bias[{token}]"] = (value, f"−{MOST_BIAS} to {MOST_BIAS}", -MOST_BIAS <= value <= MOST_BIAS)
-    for name, (value, expected, right) in limits.items():
-        if not right:
+    if not 0 <= min(named := (*prompt, *sampling.stop_ids, *bias)) <= max(named) < vocab:
+        token = next(token for token in named if not 0 <= token < vocab)
+        raise UsageError(f"token {token} is not in the model's vocabulary of {vocab}")
+    if request.n < 1:
+        raise UsageError(f"n = {request.n!r}: expected at least 1")
+    for name, (expected, right) in LIMITS.items():
+        if not right(value := getattr(sampling, name)):
             raise UsageError(f"{name} = {value!r}: expected {expected}")
+    for token, value in bias.items():
+        if not -MOST_BIAS <= value <= MOST_BIAS:
+            raise UsageError(f"logit_bias[{token}] = {value!r}: expected −{MOST_BIAS} to {MOST_BIAS}")
     ends = tuple(sorted({*sampling.stop_ids, *(() if sampling.ignore_eos else eos)}))
     if len(ends) > MOST_ENDS:
         raise UsageError(f"{len(ends)} end tokens: expected at most {MOST_ENDS}, the model's own included")
@@ -353,11 +357,13 @@ def checked(
     if sampling.guide is not None and sampling.min_new_tokens:
         raise UsageError("min_new_tokens: a guide says where a completion may end: leave it out")
     limit = min(sampling.max_new_tokens, context - len(prompt))
-    # No more than there can be, and a number that fits the rows' tensors.
-    request = replace(request, sampling=replace(sampling, min_new_tokens=min(sampling.min_new_tokens, limit)))
+    if sampling.min_new_tokens > limit:  # no more than there can be, and a number that fits the rows' tensors
+        request = replace(request, sampling=replace(sampling, min_new_tokens=limit))
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
     keys, shift = prompt, 0
     if request.media:
         keys = content_keys(prompt, request.media)
         shift = int(rope_positions(len(prompt), request.media).max()) + 1 - len(prompt)
-    return EngineJob(request.id or secrets.token_hex(8), request, sink, seed, ends, limit, keys, hash(keys), shift)
+    return EngineJob(
+        request.id or f"{PROCESS}-{next(NUMBERS)}", request, sink, seed, ends, limit, keys, hash(keys), shift
+    )
