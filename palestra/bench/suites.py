@@ -110,9 +110,9 @@ SUITES = {
         (
             _lunar("ppo_lunar", 183.30, "normalized rewards"),
             _lunar("dqn_lunar", 195.21, "dueling, 3-step returns, single frames (stacked there)", seeds=FEW),
-            _lunar("ddqn_per_lunar", 265.90, "as dqn_lunar", file="lunar", seeds=FEW),
+            _lunar("ddqn_per_lunar", 265.90, "as dqn_lunar but 5-step returns", file="lunar", seeds=FEW),
             _lunar("a2c_lunar", 27.38, "normalized observations, rewards and advantages", file="lunar"),
-            _lunar("sac_lunar", 106.17, "3-step returns, layer norm", file="lunar", seeds=FEW),
+            _lunar("sac_lunar", 106.17, "layer norm", file="lunar", seeds=FEW),
             _lunar("crossq_lunar", 139.21, "–", file="lunar", seeds=FEW),
             _lunar("a2c_lunar_continuous", -76.81, "normalized observations, rewards and advantages", file="lunar"),
             _lunar("sac_lunar_continuous", 125.00, "–", file="lunar", seeds=FEW),
