@@ -15,7 +15,7 @@ from probe_envs import OneStep, learner_on, sync
 from torch import Tensor
 
 from palestra.control.algorithms.crossq import CrossQ
-from palestra.control.algorithms.off_policy import Inputs
+from palestra.control.algorithms.off_policy import Inputs, held
 from palestra.control.algorithms.td3 import TD3
 from palestra.control.envs.make import make_vector
 from palestra.control.memory.replay import ReplayBatch
@@ -259,3 +259,27 @@ def test_compiled_updates_equal_eager_ones_and_see_the_rates_move(name: str, env
     before = graph.learned.critics.vector.clone()
     graph.learn(1, 1.0)
     assert torch.equal(before, graph.learned.critics.vector)  # a learning rate of 0
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_random_actions_are_held_for_so_many_steps_on_average(shape):
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand((4000, 2, *shape), generator=generator)
+    assert held(drawn, 1, generator) is drawn
+    kept = held(drawn, 8, generator).reshape(4000, 2, -1)
+    for env in range(2):
+        row = kept[:, env]
+        starts = [0, *(t for t in range(1, 4000) if not torch.equal(row[t], row[t - 1]))]
+        assert 4000 / len(starts) == pytest.approx(8, rel=0.2)
+        for start in starts:  # every one is what was drawn for this step and environment
+            assert torch.equal(row[start], drawn[start, env].reshape(-1))
+
+
+def test_held_random_actions_are_those_the_environments_see():
+    seen: list[list[int]] = []
+    learner = learner_on(sync(Identity, 2), "crossq", start=400, horizon=100, hold=25.0)
+    step = learner.episodes.step
+    learner.episodes.step = lambda actions: (seen.append(list(np.asarray(actions))), step(actions))[1]
+    learner.step(0.0)
+    changes = sum(a != b for before, now in zip(seen, seen[1:], strict=False) for a, b in zip(before, now, strict=True))
+    assert changes < 20  # two thirds of 198 if each were drawn anew

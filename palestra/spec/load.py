@@ -56,6 +56,8 @@ def spec_hash(spec: ExperimentSpec) -> str:
         del data["cluster"]  # it came later, and hashes of before name the rows of benchmarks
     if spec.kind == "control" and data["init"] is None:
         del data["init"]  # as above
+    if spec.kind == "control" and data["algorithm"].get("hold") == 1:
+        del data["algorithm"]["hold"]  # as above
     return hashlib.sha256(_canonical(data).encode()).hexdigest()
 
 

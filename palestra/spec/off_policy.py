@@ -89,6 +89,8 @@ class OffPolicySpec(OptimizerSpec):
     """Replay capacity in transitions, over all environments."""
     start: int = Field(default=1000, ge=1)
     """Frames with random actions before the first gradient step."""
+    hold: float = Field(default=1.0, ge=1)
+    """Steps for which one of these is held on average, without masks: more reach what single ones do not."""
     replay_ratio: float = Field(default=1.0, gt=0)
     """Gradient steps per frame (update-to-data ratio), for any number of environments."""
     update_every: int = Field(default=1, ge=1)

@@ -89,6 +89,7 @@ class OffPolicy(Algorithm):
         at_once = spec.updates_at_once(episodes.num_envs)
         noise = self.explore(spec.horizon)
         random = random_actions(self.head, self.generator, spec.horizon, episodes.num_envs)
+        random = held(random, spec.hold, self.generator)
         totals = torch.zeros(len(self.metrics), device=self.device)
         for t in range(spec.horizon):
             now = progress + (episodes.frame - began) / self.frames
@@ -250,6 +251,15 @@ def random_actions(head: ActionHead, generator: torch.Generator, *batch: int) ->
     if head.continuous:
         return torch.rand((*batch, *head.shape), generator=generator) * 2 - 1
     return torch.randint(head.outputs, batch, generator=generator)
+
+
+def held(actions: Tensor, steps: float, generator: torch.Generator) -> Tensor:
+    """Actions (T, N, …), of which each is held for so many steps on average."""
+    if steps == 1:
+        return actions
+    new = torch.rand(actions.shape[:2], generator=generator) < 1 / steps
+    last = torch.where(new, torch.arange(len(actions))[:, None], 0).cummax(0).values
+    return actions[last, torch.arange(actions.shape[1])]
 
 
 def random_allowed(mask: np.ndarray, generator: torch.Generator) -> Tensor:
