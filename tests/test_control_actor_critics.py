@@ -1,5 +1,6 @@
 """SAC, TD3 and CrossQ: the checklist's pitfalls, resume and determinism."""
 
+import itertools
 import math
 from functools import partial
 from typing import Any
@@ -281,5 +282,5 @@ def test_held_random_actions_are_those_the_environments_see():
     step = learner.episodes.step
     learner.episodes.step = lambda actions: (seen.append(list(np.asarray(actions))), step(actions))[1]
     learner.step(0.0)
-    changes = sum(a != b for before, now in zip(seen, seen[1:], strict=False) for a, b in zip(before, now, strict=True))
+    changes = sum(a != b for before, now in itertools.pairwise(seen) for a, b in zip(before, now, strict=True))
     assert changes < 20  # two thirds of 198 if each were drawn anew

@@ -98,7 +98,7 @@ SUITES = {
             _classic("ddqn_per_acrobot", -83.92, "4-step returns, ε-greedy (Boltzmann there)", file="acrobot"),
             _classic("a2c_acrobot", -83.99, "normalized observations, rewards and advantages", file="acrobot"),
             _classic("sac_acrobot", -92.60, "4-step returns, layer norm", file="acrobot"),
-            _classic("crossq_acrobot", -103.13, "4-step returns, random actions held for ten steps first", file="acrobot"),
+            _classic("crossq_acrobot", -103.13, "4-step returns, held random actions", file="acrobot"),
             _classic("a2c_pendulum", -820.74, "normalized observations, rewards and advantages"),
             _classic("ppo_pendulum", -174.87, "normalized observations and rewards"),
             _classic("sac_pendulum", -150.97, "–"),
