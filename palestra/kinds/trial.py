@@ -183,7 +183,8 @@ def _prepare(spec: ExperimentSpec, launch: Launch, trial: Run, fixed: Sequence[s
         raise UsageError(f"{trial.path} has seeds {sorted(dropped)} that the changed spec lacks: start a new run")
     todo = []
     for seed in spec.seeds:
-        now = manifest(spec_hash=spec_hash(spec), seed=seed, command=launch.command) | {"threads": threads}
+        now = manifest(spec_hash=spec_hash(spec), seed=seed, command=launch.command, device=spec.device)
+        now["threads"] = threads
         path = trial.session(seed)
         if seed not in made:
             Session.create(path, spec_yaml=text, spec_data=data, manifest=now)

@@ -18,8 +18,11 @@ DIFF_LIMIT_BYTES = 1 << 20
 UNTRACKED_LIMIT = 1000
 
 
-def manifest(*, spec_hash: str, seed: int, command: Sequence[str]) -> dict[str, Any]:
-    """What a session was made from; "diff" is stored by `Session.create` as git.diff next to the rest."""
+def manifest(*, spec_hash: str, seed: int, command: Sequence[str], device: str = "cpu") -> dict[str, Any]:
+    """What a session was made from; "diff" is stored by `Session.create` as git.diff next to the rest.
+
+    A GPU is asked for its name if `device` says that it will be used: to ask takes some of its memory.
+    """
     git, diff = git_state(Path.cwd())
     if git is None:  # run outside a checkout: Palestra's own, if it is installed from one
         git, diff = git_state(Path(__file__).parent)
@@ -39,7 +42,7 @@ def manifest(*, spec_hash: str, seed: int, command: Sequence[str]) -> dict[str, 
         "os": platform.platform(),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
-        "gpu": _gpu(torch),
+        "gpu": torch.cuda.get_device_name() if torch is not None and device == "cuda" else None,
         "threads": None if torch is None else torch.get_num_threads(),
         "environment": {key: REDACTED if SECRET.search(key) else value for key, value in ours.items()},
     }
@@ -94,10 +97,6 @@ def _packages() -> dict[str, str]:
             if dash and folder.endswith(".dist-info"):
                 versions.setdefault(name.replace("_", "-").lower(), version)
     return dict(sorted(versions.items()))
-
-
-def _gpu(torch: Any) -> str | None:
-    return torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else None
 
 
 def _cpu() -> str:
