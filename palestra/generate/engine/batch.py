@@ -348,15 +348,12 @@ class Scheduler:
         return [s for s in waiting if self._computing.isdisjoint(s.pages)]
 
     def remember(self, sample: Sample) -> None:
-        """Let later prompts that begin as a sample does share its full pages, those of generated tokens too."""
-        if sample.shareable:
+        """Let later prompts share a sample's full pages, those of generated tokens too; not where it must be exact."""
+        if sample.shareable and not self.exact:
             self.pool.remember(sample.pages, sample.keys, min(sample.cached, sample.due))
 
-    def release(self, sample: Sample, *, remember: bool) -> tuple[int, int] | None:
-        """Take a sample out; the one in the last row moves into its row: from where, and to where.
-
-        With `remember` its pages serve later prompts.
-        """
+    def release(self, sample: Sample) -> tuple[int, int] | None:
+        """Take a sample out; the one in the last row moves into its row: from where, and to where."""
         lost = self._computing.intersection(sample.pages[sample.cached // PAGE :])
         self._computing -= lost
         self.pool.forget(sorted(lost))
@@ -367,8 +364,7 @@ class Scheduler:
             if other is not sample:  # it has to compute them itself
                 first = next((i for i, page in enumerate(other.pages) if page in lost), len(other.pages))
                 other.cached = min(other.cached, first * PAGE)
-        if remember:
-            self.remember(sample)
+        self.remember(sample)
         self.pool.release(sample.pages)
         sample.pages, row, sample.row, sample.active, sample.source = [], sample.row, -1, False, None
         self.sharing = [other for other in self.sharing if other.source is not None]

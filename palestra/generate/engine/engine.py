@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -328,12 +329,9 @@ class Engine:
     def _prefill(self) -> bool:
         """Compute a share of the prompts, copy pages of those that others have, and start what is complete."""
         scheduler = self._scheduler
-        pieces = list(scheduler.pieces(self.prefill_tokens))
-        if pieces:
+        if pieces := list(scheduler.pieces(self.prefill_tokens)):
             segments = [Segment(sample.pages, sample.cached, end, self._look(sample.job)) for sample, end in pieces]
-            tokens: list[int] = []
-            for sample, end in pieces:
-                tokens += sample.sequence[sample.cached : end]
+            tokens = [*chain.from_iterable(sample.sequence[sample.cached : end] for sample, end in pieces)]
             self._runner.prefill(segments, tokens)
             self._prefilled += len(tokens)
             for sample, end in pieces:
@@ -381,6 +379,7 @@ class Engine:
             if sample.active and (count := scheduler.lacking(sample)):
                 self._runner.host.add_pages(sample.row, len(sample.pages), new := pool.take(count))
                 sample.pages += new
+                scheduler.remember(sample)  # while the device works, not all at once when it has ended
 
     def _decode(self) -> bool:
         """Start sampling in all active rows, and deliver the tokens of the burst before; these too without `ahead`."""
@@ -442,9 +441,6 @@ class Engine:
                     self._refuse(sample.job, error)
                 if not sample.active:
                     break
-            else:  # page by page, while the device works: not all at once when it has ended
-                if not self.exact and sample.cached // PAGE > (sample.cached - len(tokens)) // PAGE:
-                    self._scheduler.remember(sample)
 
     def _extend(
         self, sample: Sample, version: int, tokens: list[int], logprobs: list[float], top: list[Alternatives]
@@ -465,8 +461,7 @@ class Engine:
         self._generated += count
         if sample.text is not None and sample.text.stopped_by is not None:
             self._end(sample, since, text, StopReason.STOP, sample.text.stopped_by)
-        elif sample.tokens[-1] in job.ends:
-            last = sample.tokens[-1]
+        elif (last := sample.tokens[-1]) in job.ends:
             self._end(sample, since, text, StopReason.STOP if last in job.sampling.stop_ids else StopReason.EOS, last)
         elif sample.edits is not None and sample.edits.completed_by(tokens[:count]):
             self._end(sample, since, text, StopReason.STOP)
@@ -498,7 +493,7 @@ class Engine:
     def _free(self, sample: Sample) -> None:
         """Take a sample out of the batch and give back its pages."""
         row, host = sample.row, self._runner.host
-        move = self._scheduler.release(sample, remember=not self.exact)
+        move = self._scheduler.release(sample)
         if move is None:
             host.stop(row)
         else:
