@@ -3,8 +3,10 @@
     make bench                                            # PPO on CartPole, four seeds
     python benchmarks/control_cpu.py --algorithm dqn --seeds 2
     python benchmarks/control_cpu.py --algorithm sac --seeds 2 --precision bf16
+    python benchmarks/control_cpu.py --algorithm td3 --seeds 10 --parallel 2
 
-Both train the same seeds, one process after the other, on one torch thread. Frames/s are those of the training loop
+Both train the same seeds, from 100 on, each in a process of its own on one torch thread: one after the other, or
+`--parallel 2` on two cores, where every run has the same neighbors. Frames/s are those of the training loop
 from the end of its first step (off-policy: from `warm` frames, when all is compiled) to its end, with logging and
 checkpoints, without evaluation; what starting and compiling took is printed apart.
 The score of both is that of SLM-Lab's tables: the mean, over the log points of the last quarter of the run or the last
@@ -16,11 +18,13 @@ CartPole.
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,7 +168,7 @@ def pendulum_spec(name: str, **algorithm: Any) -> dict[str, Any]:
         "env": {"id": "Pendulum-v1", "num_envs": 1},
         "algorithm": {"name": name} | shared | algorithm,
         "net": NET,
-        "train": {"frames": 30_000},
+        "train": {"frames": 15_000},
     }
 
 
@@ -186,8 +190,8 @@ CASES = {
     "dqn_every_4": Case(
         dqn_spec(update_every=4, replay_ratio=0.25, target_every=32), dqn, 50_000, warm=2048, start=1000
     ),
-    "sac": Case(pendulum_spec("sac", start=100), sac, 30_000, warm=1024, start=100),
-    "td3": Case(pendulum_spec("td3", start=1000, gamma=0.98), td3, 30_000, warm=2048, start=1000),
+    "sac": Case(pendulum_spec("sac", start=100), sac, 15_000, warm=1024, start=100),
+    "td3": Case(pendulum_spec("td3", start=1000, gamma=0.98), td3, 15_000, warm=2048, start=1000),
 }
 
 
@@ -301,6 +305,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", choices=list(CASES), default="ppo")
     parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--parallel", type=int, default=1, help="processes at a time, each on a core")
     parser.add_argument("--frames", type=int, default=None, help="instead of the case's own")
     parser.add_argument("--compile", choices=["on", "off"], default="on")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of our products")
@@ -318,18 +323,22 @@ def main() -> None:
     if arguments.one == "sb3":
         print(json.dumps(stable_baselines3(case, arguments.seed, frames)))
         return
+    seeds = range(100, 100 + arguments.seeds)
     name = f"{arguments.algorithm}_cartpole" if arguments.algorithm == "ppo" else arguments.algorithm
     if arguments.algorithm == "ppo":
-        solved = [in_process("fast", seed, arguments) for seed in range(arguments.seeds)]
+        solved = [in_process("fast", seed, arguments) for seed in seeds]
         worst = {"train_s_most": round(max(row["train_s"] for row in solved), 2)}
         worst |= {"eval_return_least": min(row["eval_return"] for row in solved), "frames": solved[0]["frames"]}
         print(json.dumps({"bench": "cartpole_solved", "spec": FAST.name, "seeds": arguments.seeds} | worst), flush=True)
     mine, peer = [], []
-    for seed in range(arguments.seeds):
-        mine.append(in_process("ours", seed, arguments))
-        peer.append(in_process("sb3", seed, arguments))
-        print(line(name, mine[-1:], peer[-1:], seed=seed), flush=True)
+    with ThreadPoolExecutor(arguments.parallel) as pool:
+        pairs = [[pool.submit(in_process, who, seed, arguments) for who in ("ours", "sb3")] for seed in seeds]
+        for seed, (our, their) in zip(seeds, pairs, strict=True):
+            mine.append(our.result())
+            peer.append(their.result())
+            print(line(name, mine[-1:], peer[-1:], seed=seed), flush=True)
     settings = {"frames": frames, "compile": arguments.compile, "precision": arguments.precision}
+    settings |= {"parallel": arguments.parallel, "machine": platform.machine()}
     print(line(name, mine, peer, seeds=arguments.seeds, **settings))
 
 
