@@ -122,14 +122,14 @@ def discrete_actions(env: NumpyVector, actions: np.ndarray, choices: int, meanin
 
 
 def continuous_actions(env: NumpyVector, actions: np.ndarray) -> np.ndarray:
-    """The actions of N environments with one number each, checked: float32, (N,)."""
-    actions = np.asarray(actions)
-    if actions.shape != (env.num_envs, 1) or actions.dtype.kind != "f" or not np.isfinite(actions).all():
+    """The actions of N environments, checked: finite, float32, of the shape of their space."""
+    actions, shape = np.asarray(actions), env.action_space.shape
+    if actions.shape != shape or actions.dtype.kind != "f" or not np.isfinite(actions).all():
         raise UsageError(
-            f"The actions of {type(env).__name__} are finite floats of shape ({env.num_envs}, 1), "
+            f"The actions of {type(env).__name__} are finite floats of shape {shape}, "
             f"got {actions!r} of type {actions.dtype}."
         )
-    return actions[:, 0].astype(np.float32)
+    return actions.astype(np.float32)
 
 
 class CartPoleVector(NumpyVector):
@@ -255,7 +255,7 @@ class MountainCarContinuousVector(Car):
         super().__init__(num_envs, max_episode_steps, spaces.Box(-1.0, 1.0, (1,), np.float32))
 
     def _step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        pushes = continuous_actions(self, actions)
+        pushes = continuous_actions(self, actions)[:, 0]
         position, velocity, reached = _moved(self._state.astype(np.float32), pushes)
         begun = self._elapsed == 0
         if begun.any():
@@ -366,7 +366,7 @@ class PendulumVector(NumpyVector):
         self._never = np.zeros(num_envs, dtype=bool)
 
     def _step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        torque = continuous_actions(self, actions).clip(-2.0, 2.0)
+        torque = continuous_actions(self, actions)[:, 0].clip(-2.0, 2.0)
         angle, velocity = self._state
         upright = (angle + math.pi) % (2 * math.pi) - math.pi
         from_upright, speed = np.float_power((upright, velocity), self._two)

@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector import VectorEnv
 
-from palestra.control.envs import classic
+from palestra.control.envs import classic, mujoco
 from palestra.control.envs.agents import WholeGame, games, make_game
 from palestra.control.envs.atari import AtariGame, atari_games
 from palestra.control.envs.components import Components
@@ -83,6 +83,11 @@ def _step_seconds(spec: EnvSpec, makers: Sequence[Make], processes: int) -> floa
 
 Factory = Callable[[], gym.Env]
 
+
+def _threads(id: str) -> Callable[[int], VectorEnv]:
+    return lambda num_envs: mujoco.VECTORS[id](id, num_envs, cores())
+
+
 # Environments stepped as NumPy arrays: bit-equal to Gymnasium's, many times as fast.
 NUMPY: dict[str, Callable[[int], VectorEnv]] = {
     "CartPole-v0": partial(classic.CartPoleVector, max_episode_steps=200),
@@ -91,6 +96,7 @@ NUMPY: dict[str, Callable[[int], VectorEnv]] = {
     "Pendulum-v1": classic.PendulumVector,
     "MountainCar-v0": classic.MountainCarVector,
     "MountainCarContinuous-v0": classic.MountainCarContinuousVector,
+    **{id: _threads(id) for id in mujoco.VECTORS},
 }
 
 
@@ -106,7 +112,8 @@ def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) ->
         return games(spec, num_envs)
     if factory is None and spec.vectorize in ("auto", "vector"):
         if spec.id in NUMPY and not spec.kwargs and spec.frame_stack is None and not spec.components:
-            return NUMPY[spec.id](num_envs)
+            with _explained(spec):
+                return NUMPY[spec.id](num_envs)
         if _is_atari(spec):
             if spec.components:
                 raise UsageError("env.components: Atari games step in C++ and give none: use `vectorize: sync`")
