@@ -9,7 +9,8 @@ FILES = sorted(path for path in ROOT.glob("examples/**/*") if path.suffix in (".
 VARIABLES = {
     "classic.yaml:any": {"env": "MountainCarContinuous-v0", "frames": "1e5"},
     **{f"mujoco.yaml:{name}": {"env": "Hopper-v5", "frames": "1e5"} for name in ("ppo", "sac", "crossq")},
-    "ppo_atari.yaml": {"env": "ALE/Pong-v5", "lam": "0.95"},
+    "atari.yaml:ppo": {"env": "ALE/Pong-v5", "lam": "0.95", "frames": "1e5"},
+    "atari.yaml:a2c": {"env": "ALE/Pong-v5", "frames": "1e5"},
     "shakespeare.yaml": {"text": "text.txt"},
 }
 

@@ -169,10 +169,12 @@ def test_same_seed_gives_the_same_games_and_games_differ():  # point 14
 
 
 def test_returned_arrays_are_never_written_again():  # point 13
-    with closing(games(2)) as env:
+    with closing(games(2, life_loss_info=True)) as env:
         kept = [(obs := env.reset(seed=0)[0], obs.copy())]
-        for _ in range(30):
-            kept.append((obs := env.step(np.ones(2, np.int64))[0], obs.copy()))
+        for _ in range(60):
+            obs, *_, infos = env.step(np.ones(2, np.int64))
+            kept += [(array, array.copy()) for array in (obs, infos.get("final_obs")) if array is not None]
+        assert len(kept) > 62  # lives were lost
         assert all(np.array_equal(array, copy) for array, copy in kept)
 
 
@@ -221,3 +223,28 @@ def test_single_game_to_watch_shows_what_the_vector_shows():
 def test_bad_arguments_are_errors_of_the_spec(given, said):
     with pytest.raises(UsageError, match=said):
         make_vector(EnvSpec(**{"id": "ALE/Breakout-v5", **given}), 1)
+
+
+@pytest.mark.parametrize("id", ["ALE/Pong-v5", "ALE/Boxing-v5", "ALE/Freeway-v5", "ALE/Enduro-v5"])
+def test_games_without_lives_end_only_where_a_single_game_does(id):  # point 10: the sum of many games as one
+    # The same seed, no-ops and actions: the emulator is the same, so returns are the same to the last point.
+    ale_py: Any = importlib.import_module("ale_py")
+    gym.register_envs(ale_py)
+    spec = EnvSpec(id=id, kwargs={"life_loss_info": True, "max_num_frames_per_episode": 400, **PLAIN})
+    raw = gym.make(id, obs_type="ram", repeat_action_probability=0.0, max_num_frames_per_episode=400)
+    with closing(make_vector(spec, 1)) as env, closing(raw):
+        episodes = Episodes(Stepper(env, id))
+        episodes.reset(0)
+        rng, returns = np.random.default_rng(0), []
+        for _ in range(2):
+            raw.reset(seed=0)
+            total, over = 0.0, False
+            while not over:
+                action = int(rng.integers(0, raw.action_space.n))
+                _, reward, terminated, truncated, _ = raw.step(action)
+                total, over = total + float(reward), terminated or truncated
+                moved = episodes.step(np.array([action]))
+                assert (moved.ended is not None) == over
+            returns.append(total)
+    assert [score for score, _ in episodes.recent] == returns
+    assert episodes.finished == 2

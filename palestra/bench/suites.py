@@ -72,6 +72,26 @@ _MUJOCO = {  # SLM-Lab's score and its budget in millions of frames, by PPO, SAC
 }
 
 
+_ATARI = {  # SLM-Lab's scores of 10 million frames, by PPO and A2C
+    "pong": (16.69, 10.17),
+    "breakout": (326.47, 273.0),
+    "boxing": (92.18, 1.80),
+    "freeway": (32.42, 23.13),
+    "qbert": (15460.48, 12619.0),
+    "space_invaders": (892.49, 784.0),
+    "beam_rider": (2761.75, 2767.0),
+    "seaquest": (1775.14, 850.0),
+    "ms_pacman": (2330.74, 2110.0),
+    "enduro": (986.46, 681.0),
+}
+
+
+def _atari_rows() -> Iterator[Entry]:
+    for game, scores in _ATARI.items():
+        for algorithm, published in zip(("ppo", "a2c"), scores, strict=True):
+            yield Entry(f"{algorithm}_{game}", published, "–", 10_000_000, 10_000, FEW, "atari")
+
+
 def _mujoco_rows() -> Iterator[Entry]:
     for environment, rows in _MUJOCO.items():
         for algorithm, row in zip(("ppo", "sac", "crossq"), rows, strict=True):
@@ -129,7 +149,7 @@ SUITES = {
             *_mujoco_rows(),
         ),
     ),
-    "atari": BenchSuite("Atari", (Entry("ppo_pong", 16.69, "–", 10_000_000, 10_000, FEW),)),
+    "atari": BenchSuite("Atari", tuple(_atari_rows())),
 }
 
 
