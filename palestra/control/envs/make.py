@@ -111,7 +111,8 @@ def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) ->
     if _has_agents(spec):
         return games(spec, num_envs)
     if factory is None and spec.vectorize in ("auto", "vector"):
-        if spec.id in NUMPY and not spec.kwargs and spec.frame_stack is None and not spec.components:
+        arrays = spec.id in NUMPY and (spec.id not in mujoco.VECTORS or mujoco.has_batches())
+        if arrays and not spec.kwargs and spec.frame_stack is None and not spec.components:
             with _explained(spec):
                 return NUMPY[spec.id](num_envs)
         if _is_atari(spec):

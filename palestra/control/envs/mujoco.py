@@ -1,20 +1,23 @@
 """Gymnasium's MuJoCo environments stepped together, bit for bit equal to the single ones.
 
-Gymnasium's own environments make the models and begin the episodes. Steps are taken in threads, since MuJoCo computes
-without Python's lock; observations, rewards and ends are then computed of all as arrays, operation by operation as
-Gymnasium computes them for one.
+One environment of Gymnasium has the model and begins the episodes. MuJoCo 4 steps all simulations of a model in threads
+of its own; observations, rewards and ends are computed of all as arrays, operation by operation as Gymnasium does it.
 """
 
 import importlib
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
 from palestra.control.envs.classic import NumpyVector, continuous_actions
-from palestra.control.envs.vector import shares
+
+
+def has_batches() -> bool:
+    """Whether the installed MuJoCo steps batches: from 4.0 on."""
+    return find_spec("mujoco") is not None and find_spec("mujoco.batch") is not None
 
 
 class MujocoVector(NumpyVector):
@@ -26,19 +29,17 @@ class MujocoVector(NumpyVector):
     def __init__(self, id: str, num_envs: int, threads: int):
         made: Any = gym.make(id)
         self.one = one = made.unwrapped
-        """An environment, for the constants."""
-        self._mujoco = mujoco = importlib.import_module("mujoco")  # an extra; by now Gymnasium has found it
-        self._whole = int(mujoco.mjtState.mjSTATE_INTEGRATION)
-        state = np.zeros((mujoco.mj_stateSize(one.model, self._whole), num_envs))
-        super().__init__(state, made.spec.max_episode_steps, one.observation_space, one.action_space)
-        self._envs: list[Any] = [one, *(object.__new__(type(one)) for _ in range(num_envs - 1))]
-        for other in self._envs[1:]:  # of the same model: another one would be read from its file
-            vars(other).update(vars(one), data=mujoco.MjData(one.model))
-        self._views = {name: [getattr(env.data, name).reshape(-1) for env in self._envs] for name in self.reads}
-        self.now = {name: np.zeros((num_envs, len(views[0]))) for name, views in self._views.items()}
-        self._simulations = [env.data for env in self._envs]
-        self._threads = shares(num_envs, threads)
-        self._pool = ThreadPoolExecutor(len(self._threads)) if len(self._threads) > 1 else None
+        """The environment that has the model and the constants, and in which episodes begin."""
+        self._mujoco = importlib.import_module("mujoco")
+        batches = importlib.import_module("mujoco.batch")
+        self._forces = "cfrc_ext" in self.reads
+        """Of contacts: no step computes them, so each simulation's data is kept, and looked at one by one."""
+        self._batch = batches.Batch(one.model, num_envs, min(threads, num_envs), self._forces)
+        super().__init__(self._batch.state.T, made.spec.max_episode_steps, one.observation_space, one.action_space)
+        self._ctrl = self._batch.bind("ctrl")
+        self._seen = {name: self._batch.bind(name).reshape(num_envs, -1) for name in self.reads if name != "cfrc_ext"}
+        self.now = {name: np.zeros((num_envs, getattr(one.data, name).size)) for name in self.reads}
+        self._one_data = self._mujoco.MjData(one.model)
 
     def outcome(self, before: dict[str, np.ndarray], actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Fresh arrays of the rewards and terminations of a step that led from `before` to `now`."""
@@ -47,53 +48,34 @@ class MujocoVector(NumpyVector):
     def _step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         actions = continuous_actions(self, actions)
         before = {name: values.copy() for name, values in self.now.items()}
-        if self._pool is None:
-            self._simulate(self._threads[0], actions)
-        else:
-            list(self._pool.map(partial(self._simulate, actions=actions), self._threads))
-        self._read()
+        self._ctrl[:] = actions
+        self._batch.step(nstep=self.one.frame_skip)
+        for name, values in self._seen.items():
+            self.now[name][:] = values
+        if self._forces:
+            for i, forces in enumerate(self.now["cfrc_ext"]):
+                data = self._batch.get_data(i, self._one_data)
+                self._mujoco.mj_rnePostConstraint(self.one.model, data)
+                forces[:] = data.cfrc_ext.reshape(-1)
         return self.outcome(before, actions)
 
-    def _simulate(self, which: slice, actions: np.ndarray) -> None:
-        step, model, frames = self._mujoco.mj_step, self.one.model, self.one.frame_skip
-        forces = self._mujoco.mj_rnePostConstraint if "cfrc_ext" in self.reads else None
-        for data, action in zip(self._simulations[which], actions[which], strict=True):
-            data.ctrl[:] = action
-            step(model, data, frames)
-            if forces is not None:
-                forces(model, data)
-
-    def _read(self) -> None:
-        for name, views in self._views.items():
-            np.concatenate(views, out=self.now[name].reshape(-1))
-
     def _start(self, i: int) -> None:
-        self._envs[i]._np_random = self._generators[i]
-        self._envs[i].reset()
-
-    def _begin(self, which: np.ndarray) -> None:
-        super()._begin(which)
-        self._read()
+        self.one._np_random = self._generators[i]
+        self.one.reset()
+        row = np.empty(self._batch.nstate)
+        self._mujoco.mj_getState(self.one.model, self.one.data, row, int(self._mujoco.mjtState.mjSTATE_INTEGRATION))
+        self._batch.state[i] = row
+        for name, values in self.now.items():
+            values[i] = getattr(self.one.data, name).reshape(-1)
 
     def get_state(self) -> dict[str, Any]:
         """All that the next steps depend on: what was read last too, since some of it is older than the positions."""
-        for data, column in zip(self._simulations, self._state.T, strict=True):
-            values = np.empty(len(column))
-            self._mujoco.mj_getState(self.one.model, data, values, self._whole)
-            column[:] = values
         return super().get_state() | {"now": {name: values.copy() for name, values in self.now.items()}}
 
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
-        for data, column in zip(self._simulations, self._state.T, strict=True):
-            self._mujoco.mj_setState(self.one.model, data, np.ascontiguousarray(column), self._whole)
         for name, values in state["now"].items():
             self.now[name][:] = values
-
-    def close_extras(self, **kwargs: Any) -> None:
-        """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
 
     # ---- what several of them compute
 
