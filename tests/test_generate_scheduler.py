@@ -154,7 +154,7 @@ def test_rows_go_on_from_where_the_device_left_them_and_those_of_the_host_begin(
     assert torch.equal(device.integers[:8, :4], host.integers[:8, :4])
     host.go_on()
     device.integers[:5, :4] += 1000  # a burst; meanwhile the host ends row 1, and another takes its place
-    host.move(3, 1)
+    host.stop(3, 4, [(3, 1)])
     host.integers[5:8, 1] = 7
     left = device.integers.clone()
     device.follow(host.integers)
@@ -162,7 +162,7 @@ def test_rows_go_on_from_where_the_device_left_them_and_those_of_the_host_begin(
     assert device.integers[5:8, 1].tolist() == [7, 7, 7]  # what steps do not change is the host's
     assert device.active[3:].tolist() == [0, 0]
     host.go_on()
-    host.move(1, 0)  # moved again, by the row it has had since
+    host.stop(1, 3, [(1, 0)])  # moved again, by the row it has had since
     left = device.integers.clone()
     device.follow(host.integers)
     assert torch.equal(device.integers[:5, 0], left[:5, 1])

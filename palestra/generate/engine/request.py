@@ -4,13 +4,14 @@ import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from palestra.data.media import check_places, content_keys, rope_positions
 from palestra.data.tokenizers import Detokenizer, Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine.guide import CompiledGuide
 from palestra.generate.engine.kv_cache import Looked
+from palestra.generate.engine.pages import Joined
 from palestra.generate.engine.score_edits import RowEdits
 from palestra.generate.types import EDITS, Chunk, Generation, Request, Result, Sampling, StopReason
 
@@ -201,7 +202,7 @@ class Collect:
             self.done[self.place] = item
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class EngineJob:
     """A request in flight."""
 
@@ -242,7 +243,7 @@ class EngineJob:
         return self is other or (self.key == other.key and self.keys == other.keys)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sample:
     """One of a request's generations, in a row of the batch."""
 
@@ -295,15 +296,26 @@ class Sample:
         return [*self.job.request.prompt, *self.tokens] if self.tokens else self.job.request.prompt
 
     @property
-    def keys(self) -> Sequence[int]:
+    def keys(self) -> Sequence[int] | Joined:
         """The same by what they show."""
-        return [*self.job.keys, *self.tokens] if self.tokens else self.job.keys
+        return Joined(self.job.keys, self.tokens) if self.tokens else self.job.keys
 
     def chunk(self, since: int, text: str, reason: StopReason | None = None) -> Chunk:
         """The tokens from number `since` on."""
         tokens, logprobs = tuple(self.tokens[since:]), tuple(self.logprobs[since:])
         versions, top = tuple(self.versions[since:]), tuple(self.top[since:])
         return Chunk(self.index, tokens, logprobs, versions, text, reason, top)
+
+
+class Ending(NamedTuple):
+    """How a sample has ended; its tokens from number `since` on and `text` are new."""
+
+    sample: Sample
+    since: int
+    text: str
+    reason: StopReason
+    match: str | int | None = None
+    """The stop string or token that ended it."""
 
 
 def checked(
@@ -329,7 +341,8 @@ def checked(
     if not prompt:
         raise UsageError("the prompt is empty: it needs at least one token, such as the one that begins a text")
     bias = sampling.logit_bias or {}
-    if not 0 <= min(named := (*prompt, *sampling.stop_ids, *bias)) <= max(named) < vocab:
+    named = (*prompt, *sampling.stop_ids, *bias) if sampling.stop_ids or bias else prompt
+    if not 0 <= min(named) <= max(named) < vocab:
         token = next(token for token in named if not 0 <= token < vocab)
         raise UsageError(f"token {token} is not in the model's vocabulary of {vocab}")
     if request.n < 1:
