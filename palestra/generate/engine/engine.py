@@ -2,6 +2,7 @@
 
 import math
 import threading
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -33,7 +34,7 @@ from palestra.generate.engine.request import (
 )
 from palestra.generate.engine.sampler import Needs
 from palestra.generate.engine.score_edits import ScoreEdits
-from palestra.generate.engine.turns import Turns
+from palestra.generate.engine.turns import Turns, uncollected
 from palestra.generate.types import Generation, Guide, Request, Result, StopReason
 from palestra.lm.batch import Batch, forward
 from palestra.lm.head import logits
@@ -444,10 +445,11 @@ class Engine:
                 if ending is not None:
                     ended.append(ending)
                     break
-        self._end([ending for ending in ended if ending.sample.active])  # not those of requests that were refused
+        with uncollected():
+            self._end([ending for ending in ended if ending.sample.active])  # not those of requests that were refused
 
     def _extend(
-        self, sample: Sample, version: int, tokens: list[int], logprobs: list[float], top: list[Alternatives]
+        self, sample: Sample, version: int, tokens: "array[int]", logprobs: "array[float]", top: list[Alternatives]
     ) -> Ending | None:
         """Add sampled tokens to a sample; how it has ended, if it has."""
         since, job, text, count = len(sample.tokens), sample.job, "", len(tokens)
@@ -460,26 +462,18 @@ class Engine:
                     break
         sample.tokens += tokens[:count]
         sample.logprobs += logprobs[:count]
-        sample.versions += [version] * count
+        sample.versions += array("q", [version]) * count
         sample.top += top[:count]
         self._generated += count
-        if sample.text is not None and sample.text.stopped_by is not None:
-            return Ending(sample, since, text, StopReason.STOP, sample.text.stopped_by)
-        if (last := sample.tokens[-1]) in job.ends:
-            reason = StopReason.STOP if last in job.sampling.stop_ids else StopReason.EOS
-            return Ending(sample, since, text, reason, last)
-        if sample.edits is not None and sample.edits.completed_by(tokens[:count]):
-            return Ending(sample, since, text, StopReason.STOP)
-        if sample.remaining == 0:
-            return Ending(sample, since, text, StopReason.LENGTH)
-        if job.sink.streams:
+        if (ending := sample.ending(since, text)) is None and job.sink.streams:
             job.sink.put(sample.chunk(since, text))
-        return None
+        return ending
 
     def _end(self, ended: Sequence[Ending]) -> None:
         """Free the rows of samples, all at once, and deliver what they have."""
         self._free([sample for sample, *_ in ended if sample.row >= 0])
         done: list[EngineJob] = []
+        alike: dict[bytes, tuple[int, ...]] = {}  # most have the same versions: one tuple for all of them
         for sample, since, text, reason, match in ended:
             job, whole = sample.job, None
             if sample.text is not None:
@@ -489,7 +483,10 @@ class Engine:
                 whole = self.tokenizer.decode(sample.tokens, continues=True)
             if job.sink.streams:
                 job.sink.put(sample.chunk(since, text, reason))
-            new = tuple(sample.tokens), tuple(sample.logprobs), tuple(sample.versions)
+            versions = sample.versions.tobytes()
+            if versions not in alike:
+                alike[versions] = tuple(sample.versions)
+            new = tuple(sample.tokens.tolist()), tuple(sample.logprobs.tolist()), alike[versions]
             job.generations[sample.index] = Generation(*new, reason, whole, tuple(sample.top), match)
             if len(job.generations) == job.request.n:
                 done.append(job)

@@ -2,6 +2,7 @@
 
 import itertools
 import secrets
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -270,9 +271,9 @@ class Sample:
     """How many tokens, at most, are being sampled that the host has not seen."""
     shareable: bool = True
     """Whether its pages hold what the current weights compute."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
+    versions: "array[int]" = field(default_factory=lambda: array("q"))
     top: list[Alternatives] = field(default_factory=list)
 
     @property
@@ -299,6 +300,17 @@ class Sample:
     def keys(self) -> Sequence[int] | Joined:
         """The same by what they show."""
         return Joined(self.job.keys, self.tokens) if self.tokens else self.job.keys
+
+    def ending(self, since: int, text: str) -> "Ending | None":
+        """How it has ended, if it has, with its tokens from number `since` on, which have given `text`."""
+        last, stops = self.tokens[-1], self.job.sampling.stop_ids
+        if self.text is not None and self.text.stopped_by is not None:
+            return Ending(self, since, text, StopReason.STOP, self.text.stopped_by)
+        if last in self.job.ends:
+            return Ending(self, since, text, StopReason.STOP if last in stops else StopReason.EOS, last)
+        if self.edits is not None and self.edits.completed_by(self.tokens[since:]):
+            return Ending(self, since, text, StopReason.STOP)
+        return Ending(self, since, text, StopReason.LENGTH) if self.remaining == 0 else None
 
     def chunk(self, since: int, text: str, reason: StopReason | None = None) -> Chunk:
         """The tokens from number `since` on."""

@@ -1,5 +1,6 @@
-"""A FIFO lock: a busy thread cannot starve the others."""
+"""A FIFO lock: a busy thread cannot starve the others. And what the garbage collector may not interrupt."""
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,3 +21,15 @@ class Turns:
             yield
         finally:
             self._work.release()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No collection: each would walk again through all tokens of all results that were made just before."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
