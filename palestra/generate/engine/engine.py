@@ -34,7 +34,7 @@ from palestra.generate.engine.request import (
 )
 from palestra.generate.engine.sampler import Needs
 from palestra.generate.engine.score_edits import ScoreEdits
-from palestra.generate.engine.turns import Turns, uncollected
+from palestra.generate.engine.turns import Turns, Uncollected
 from palestra.generate.types import Generation, Guide, Request, Result, StopReason
 from palestra.lm.batch import Batch, forward
 from palestra.lm.head import logits
@@ -445,7 +445,7 @@ class Engine:
                 if ending is not None:
                     ended.append(ending)
                     break
-        with uncollected():
+        with Uncollected():
             self._end([ending for ending in ended if ending.sample.active])  # not those of requests that were refused
 
     def _extend(

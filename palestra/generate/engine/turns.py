@@ -23,13 +23,16 @@ class Turns:
             self._work.release()
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """No collection: each would walk again through all tokens of all results that were made just before."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
+class Uncollected:
+    """No collection: each would walk again through all tokens of all results that were made just before.
+
+    A class, since the end of a generator makes an object, with which a collection would begin at once.
+    """
+
+    def __enter__(self) -> None:
+        self._was = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        if self._was:
             gc.enable()
