@@ -1,5 +1,6 @@
 """The running batch: the waiting queue, which prompts a burst computes, and the state of every row."""
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -80,18 +81,18 @@ class BatchRows:
         """The pages of a sequence from number `first` on, on the host."""
         self._arrays[3][row, first : first + len(pages)] = pages
 
-    def stop(self, row: int) -> None:
-        """Stop sampling in a row, on the host. What an idle row computes goes to scratch."""
-        integers, _, _, tables = self._arrays
-        integers[1:3, row], integers[-1, row] = 0, -1
-        tables[row] = SCRATCH
+    def stop(self, first: int, end: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Move rows to the places of others, then stop sampling in those from `first` to `end`, on the host.
 
-    def move(self, source: int, target: int) -> None:
-        """Move a row to the place of another, on the host. Its own place is then idle."""
+        What an idle row computes goes to scratch.
+        """
         integers, floats, ends, tables = self._arrays
-        integers[:, target], floats[:, target] = integers[:, source], floats[:, source]
-        ends[target], tables[target] = ends[source], tables[source]
-        self.stop(source)
+        if moves:
+            sources, targets = map(list, zip(*moves, strict=True))
+            integers[:, targets], floats[:, targets] = integers[:, sources], floats[:, sources]
+            ends[targets], tables[targets] = ends[sources], tables[sources]
+        integers[1:3, first:end], integers[-1, first:end] = 0, -1
+        tables[first:end] = SCRATCH
 
     def stop_all(self) -> None:
         """Stop sampling in all rows, on the host."""
@@ -136,18 +137,18 @@ class BurstOutput:
         self.finite = bool(steps.logprobs.isfinite().all())
         """Whether all log-probabilities are finite, those of idle rows included."""
         self._counts = steps.counted.sum(0).tolist()
-        self._tokens, self._logprobs = steps.tokens.T.tolist(), steps.logprobs.T.tolist()
+        self._tokens, self._logprobs = steps.tokens.T.long().numpy(), steps.logprobs.T.double().numpy()
 
-    def in_row(self, row: int, alternatives: int) -> tuple[list[int], list[float], list[Alternatives]]:
+    def in_row(self, row: int, alternatives: int) -> "tuple[array[int], array[float], list[Alternatives]]":
         """Tokens of the row's sequence, their log-probabilities, and the alternatives to each."""
         count, top = self._counts[row], []
         if alternatives:
-            tokens = self._steps.top_tokens[:count, row].tolist()
-            logprobs = self._steps.top_logprobs[:count, row].tolist()
-            for pairs in map(zip, tokens, logprobs):
+            likeliest = self._steps.top_tokens[:count, row].tolist()
+            for pairs in map(zip, likeliest, self._steps.top_logprobs[:count, row].tolist()):
                 # What the filters took away has −inf.
                 top.append(tuple(pair for pair in pairs if pair[1] > float("-inf"))[:alternatives])
-        return self._tokens[row][:count], self._logprobs[row][:count], top
+        new, logprobs = self._tokens[row, :count].tobytes(), self._logprobs[row, :count].tobytes()
+        return array("q", new), array("d", logprobs), top
 
 
 class Burst(NamedTuple):
@@ -300,7 +301,8 @@ class Scheduler:
 
     def lacking(self, sample: Sample) -> int:
         """How many more pages a sample needs for a burst, behind what is being sampled."""
-        return max(0, pages_for(min(sample.due + sample.ahead + self.steps, sample.most)) - len(sample.pages))
+        most, ahead = sample.job.limit, len(sample.tokens) - 1 + sample.ahead + self.steps
+        return max(0, pages_for(len(sample.job.keys) + min(ahead, most)) - len(sample.pages))
 
     def _start_next(self, job: EngineJob) -> None:
         """Count a sample of the first job as started, and let the next job have its turn."""
@@ -352,11 +354,28 @@ class Scheduler:
         if sample.shareable and not self.exact:
             self.pool.remember(sample.pages, sample.keys, min(sample.cached, sample.due))
 
-    def release(self, sample: Sample) -> tuple[int, int] | None:
-        """Take a sample out; the one in the last row moves into its row: from where, and to where."""
-        lost = self._computing.intersection(sample.pages[sample.cached // PAGE :])
-        self._computing -= lost
-        self.pool.forget(sorted(lost))
+    def release(self, samples: Sequence[Sample]) -> list[tuple[int, int]]:
+        """Take samples out; those that stay and are in the last rows move into theirs: from where, and to where."""
+        left, gone = len(self.rows) - len(samples), {ended.row for ended in samples}
+        for ended in samples:
+            self._give_back(ended)
+        staying = [other for other in self.rows[left:] if other.row not in gone]
+        moves = list(zip((other.row for other in staying), (row for row in gone if row < left), strict=True))
+        for other, (_, row) in zip(staying, moves, strict=True):
+            other.row, self.rows[row] = row, other
+        del self.rows[left:]
+        for ended in samples:
+            ended.pages, ended.row, ended.active, ended.source = [], -1, False, None
+        if self.sharing:
+            self.sharing = [other for other in self.sharing if other.source is not None]
+        return moves
+
+    def _give_back(self, sample: Sample) -> None:
+        """The pages of a sample; others have to compute what it has not."""
+        lost = self._computing.intersection(sample.pages[sample.cached // PAGE :]) if self._computing else set()
+        if lost:
+            self._computing -= lost
+            self.pool.forget(sorted(lost))
         for other in self.sharing:
             if other.source is sample:
                 other.source = None
@@ -366,15 +385,6 @@ class Scheduler:
                 other.cached = min(other.cached, first * PAGE)
         self.remember(sample)
         self.pool.release(sample.pages)
-        sample.pages, row, sample.row, sample.active, sample.source = [], sample.row, -1, False, None
-        self.sharing = [other for other in self.sharing if other.source is not None]
-        last = self.rows.pop()
-        if last is sample:
-            return None
-        move = (last.row, row)
-        last.row = row
-        self.rows[row] = last
-        return move
 
     def put_back(self, sample: Sample) -> None:
         """Let a sample that was released go on later: what it had cached is computed again."""

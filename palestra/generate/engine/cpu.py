@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -407,7 +406,7 @@ def _portions(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
     portion, size = [], 0
     for segment in segments:
         for start in range(segment.start, segment.end, PORTION):
-            piece = replace(segment, start=start, end=min(start + PORTION, segment.end))
+            piece = segment._replace(start=start, end=min(start + PORTION, segment.end))
             if size + piece.end - piece.start > PORTION:
                 yield portion
                 portion, size = [], 0

@@ -52,7 +52,7 @@ class CudaRunner(Runner):
         if self.model.dtype == torch.float32:  # flash attention has no FP32
             super().prefill(segments, tokens)
             return
-        inputs = torch.from_numpy(np.stack([np.asarray(tokens), *spots(segments)]))
+        inputs = torch.from_numpy(np.stack([np.asarray(tokens, np.int64), *spots(segments)]))
         token, position, place = sent(inputs, self.device)
         self.model(token, position, PackedPrefill(self.cache, segments, place))
 

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -20,6 +21,7 @@ from palestra.generate.engine.pages import PAGE, PagePool
 from palestra.generate.engine.request import (
     Alternatives,
     Collect,
+    Ending,
     EngineFailed,
     EngineJob,
     GrowingText,
@@ -32,7 +34,7 @@ from palestra.generate.engine.request import (
 )
 from palestra.generate.engine.sampler import Needs
 from palestra.generate.engine.score_edits import ScoreEdits
-from palestra.generate.engine.turns import Turns
+from palestra.generate.engine.turns import Turns, Uncollected
 from palestra.generate.types import Generation, Guide, Request, Result, StopReason
 from palestra.lm.batch import Batch, forward
 from palestra.lm.head import logits
@@ -264,10 +266,12 @@ class Engine:
             self._runner.load(weights() if callable(weights) else weights)
             self.version = version
             self._scheduler.pool.forget()  # what other weights have computed matches no more
-            for sample in list(self._scheduler.rows):
+            running = list(self._scheduler.rows)
+            for sample in running:
                 sample.shareable = False
-                if not keep_cache:
-                    self._free(sample)
+            if not keep_cache:
+                self._free(running)
+                for sample in running:
                     self._scheduler.put_back(sample)
 
     def metrics(self) -> dict[str, float]:
@@ -313,18 +317,15 @@ class Engine:
 
     def _refuse(self, job: EngineJob, error: UsageError) -> None:
         """End a request with an error of its own."""
-        for sample in self._scheduler.withdraw(job):
-            if sample.row >= 0:
-                self._free(sample)
+        self._free([sample for sample in self._scheduler.withdraw(job) if sample.row >= 0])
         with self._inbox:
             del self._jobs[job.id]
         job.sink.put(error)
 
     def _abort(self, job: EngineJob) -> None:
-        for sample in self._scheduler.withdraw(job):
-            self._end(sample, len(sample.tokens), "", StopReason.ABORT)
-        for index in range(job.started, job.request.n):
-            self._end(Sample(job, index, -1), 0, "", StopReason.ABORT)
+        samples = self._scheduler.withdraw(job)
+        samples += [Sample(job, index, -1) for index in range(job.started, job.request.n)]
+        self._end([Ending(sample, len(sample.tokens), "", StopReason.ABORT) for sample in samples])
 
     def _prefill(self) -> bool:
         """Compute a share of the prompts, copy pages of those that others have, and start what is complete."""
@@ -367,13 +368,14 @@ class Engine:
     def _give_pages(self) -> None:
         """Give all active samples pages for a burst, the oldest first; the youngest ones give theirs back for it."""
         scheduler, pool = self._scheduler, self._scheduler.pool
-        for sample in sorted((sample for sample in scheduler.rows if sample.active), key=lambda sample: sample.age):
+        lacking = [sample for sample in scheduler.rows if sample.active and scheduler.lacking(sample)]
+        for sample in sorted(lacking, key=lambda sample: sample.age):
             while sample.active and scheduler.lacking(sample) > pool.available:
                 if self._in_flight is not None:  # samples may end with it
                     self._settle()
                     continue
                 youngest = max(scheduler.rows, key=lambda sample: sample.age)
-                self._free(youngest)
+                self._free([youngest])
                 scheduler.put_back(youngest)
                 self._preemptions += 1
             if sample.active and (count := scheduler.lacking(sample)):
@@ -423,8 +425,8 @@ class Engine:
 
     def _deliver(self, burst: Burst) -> None:
         sampled = BurstOutput(burst.output())
-        # From the last row: where the last one ends, none has to move into its place.
-        for sample, row in reversed(burst.running):
+        ended: list[Ending] = []
+        for sample, row in burst.running:
             sample.ahead -= burst.steps
             if not sample.active:  # it ended meanwhile
                 continue
@@ -436,16 +438,20 @@ class Engine:
                 part = slice(place, place + each)
                 sample.cached += len(tokens[part])
                 try:
-                    self._extend(sample, burst.version, tokens[part], logprobs[part], top[part])
+                    ending = self._extend(sample, burst.version, tokens[part], logprobs[part], top[part])
                 except GuideFailed as error:
                     self._refuse(sample.job, error)
-                if not sample.active:
                     break
+                if ending is not None:
+                    ended.append(ending)
+                    break
+        with Uncollected():
+            self._end([ending for ending in ended if ending.sample.active])  # not those of requests that were refused
 
     def _extend(
-        self, sample: Sample, version: int, tokens: list[int], logprobs: list[float], top: list[Alternatives]
-    ) -> None:
-        """Add sampled tokens to a sample and check whether it has ended."""
+        self, sample: Sample, version: int, tokens: "array[int]", logprobs: "array[float]", top: list[Alternatives]
+    ) -> Ending | None:
+        """Add sampled tokens to a sample; how it has ended, if it has."""
         since, job, text, count = len(sample.tokens), sample.job, "", len(tokens)
         if sample.text is None and self._stops is not None:
             sample.text = self._stops.text(job.sampling.stop, sample.tokens, tokens)
@@ -456,45 +462,44 @@ class Engine:
                     break
         sample.tokens += tokens[:count]
         sample.logprobs += logprobs[:count]
-        sample.versions += [version] * count
+        sample.versions += array("q", [version]) * count
         sample.top += top[:count]
         self._generated += count
-        if sample.text is not None and sample.text.stopped_by is not None:
-            self._end(sample, since, text, StopReason.STOP, sample.text.stopped_by)
-        elif (last := sample.tokens[-1]) in job.ends:
-            self._end(sample, since, text, StopReason.STOP if last in job.sampling.stop_ids else StopReason.EOS, last)
-        elif sample.edits is not None and sample.edits.completed_by(tokens[:count]):
-            self._end(sample, since, text, StopReason.STOP)
-        elif sample.remaining == 0:
-            self._end(sample, since, text, StopReason.LENGTH)
-        elif job.sink.streams:
+        if (ending := sample.ending(since, text)) is None and job.sink.streams:
             job.sink.put(sample.chunk(since, text))
+        return ending
 
-    def _end(self, sample: Sample, since: int, text: str, reason: StopReason, match: str | int | None = None) -> None:
-        """Free the row of a sample and deliver what it has; tokens from number `since` on and `text` are new."""
-        job, whole = sample.job, None
-        if sample.text is not None:
-            text += sample.text.finish()
-            whole = sample.text.text
-        elif self.tokenizer is not None:
-            whole = self.tokenizer.decode(sample.tokens, continues=True)
-        if sample.row >= 0:
-            self._free(sample)
-        if job.sink.streams:
-            job.sink.put(sample.chunk(since, text, reason))
-        tokens, logprobs, versions = tuple(sample.tokens), tuple(sample.logprobs), tuple(sample.versions)
-        job.generations[sample.index] = Generation(tokens, logprobs, versions, reason, whole, tuple(sample.top), match)
-        if len(job.generations) == job.request.n:
-            with self._inbox:
+    def _end(self, ended: Sequence[Ending]) -> None:
+        """Free the rows of samples, all at once, and deliver what they have."""
+        self._free([sample for sample, *_ in ended if sample.row >= 0])
+        done: list[EngineJob] = []
+        alike: dict[bytes, tuple[int, ...]] = {}  # most have the same versions: one tuple for all of them
+        for sample, since, text, reason, match in ended:
+            job, whole = sample.job, None
+            if sample.text is not None:
+                text += sample.text.finish()
+                whole = sample.text.text
+            elif self.tokenizer is not None:
+                whole = self.tokenizer.decode(sample.tokens, continues=True)
+            if job.sink.streams:
+                job.sink.put(sample.chunk(since, text, reason))
+            versions = sample.versions.tobytes()
+            if versions not in alike:
+                alike[versions] = tuple(sample.versions)
+            new = tuple(sample.tokens.tolist()), tuple(sample.logprobs.tolist()), alike[versions]
+            job.generations[sample.index] = Generation(*new, reason, whole, tuple(sample.top), match)
+            if len(job.generations) == job.request.n:
+                done.append(job)
+        with self._inbox:
+            for job in done:
                 del self._jobs[job.id]
+        for job in done:
             generations = tuple(job.generations[index] for index in range(job.request.n))
             job.sink.put(Result(job.id, job.request.prompt, generations))
 
-    def _free(self, sample: Sample) -> None:
-        """Take a sample out of the batch and give back its pages."""
-        row, host = sample.row, self._runner.host
-        move = self._scheduler.release(sample)
-        if move is None:
-            host.stop(row)
-        else:
-            host.move(*move)
+    def _free(self, samples: Sequence[Sample]) -> None:
+        """Take samples out of the batch and give back their pages."""
+        if samples:
+            end = len(self._scheduler.rows)
+            moves = self._scheduler.release(samples)
+            self._runner.host.stop(len(self._scheduler.rows), end, moves)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -156,8 +157,7 @@ class Looked:
         return np.concatenate([self.rotary[:, start : min(end, length)], after], axis=1)
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Tokens `start` to `end` of a sequence that has these pages."""
 
     pages: Sequence[int]

@@ -1,15 +1,27 @@
 """Which pages of the KV cache are whose, and which hold prefixes that later prompts may begin with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 
 PAGE = 32
 """Positions of a sequence that lie together."""
 SCRATCH = 0
 """The page that idle rows write to, and nobody reads."""
 
-_Key = tuple[int, tuple[int, ...]]
-"""A page's place in the tree of prefixes: the number of the page before, and its own tokens. Compared as a whole:
+_Key = tuple[int, ...]
+"""A page's place in the tree of prefixes: the number of the page before, then its own tokens. Compared as a whole:
 prompts that are made to have equal hashes share nothing."""
+
+
+class Joined:
+    """Two sequences as one, of which parts are taken without putting all of it together."""
+
+    def __init__(self, first: Sequence[int], second: Sequence[int]):
+        self._first, self._second, self._split = first, second, len(first)
+
+    def __getitem__(self, part: slice) -> Sequence[int]:
+        start, stop = part.start - self._split, part.stop - self._split
+        return self._second[start:stop] if start >= 0 else (*self._first[part], *self._second[: max(0, stop)])
 
 
 def pages_for(tokens: int) -> int:
@@ -32,8 +44,10 @@ class PagePool:
         """Remembered and not used, the longest unused first."""
         self._users = [0] * pages
         self._known: dict[_Key, int] = {}
-        self._keys: dict[int, tuple[_Key, int]] = {}
-        """By page: its key, and its number, which no other page has had."""
+        self._keys: dict[int, _Key] = {}
+        """By page."""
+        self._number = [0] * pages
+        """Of each page that has a key: no other page has had it."""
         self._numbers = 0
 
     @property
@@ -41,15 +55,15 @@ class PagePool:
         """Pages that can be had: free ones, and those that are only remembered."""
         return len(self._free) + len(self._idle)
 
-    def match(self, tokens: Sequence[int], most: int) -> list[int]:
+    def match(self, tokens: Sequence[int] | Joined, most: int) -> list[int]:
         """The pages of the longest remembered beginning of `tokens`, of at most `most` of them."""
         pages, parent = [], 0
-        for own in _chunks(tokens, most // PAGE):
-            page = self._known.get((parent, own))
+        for place in range(most // PAGE):
+            page = self._known.get(_key(parent, tokens, place))
             if page is None:
                 break
             pages.append(page)
-            parent = self._keys[page][1]
+            parent = self._number[page]
         return pages
 
     def idle(self, pages: Sequence[int]) -> int:
@@ -64,57 +78,59 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         """Pages for a new user, whatever they hold. The caller has seen that they are `available`."""
-        while len(self._free) < count:
-            self._evict()
-        taken = [self._free.pop() for _ in range(count)]
+        if count > len(self._free):
+            self._evict(count - len(self._free))
+        left = len(self._free) - count
+        taken, self._free[left:] = self._free[left:], ()
         for page in taken:
             self._users[page] = 1
         return taken
 
     def release(self, pages: Sequence[int]) -> None:
         """One user fewer, of the pages of a sequence."""
+        users, keys = self._users, self._keys
         for page in reversed(pages):
-            self._users[page] -= 1
-            if self._users[page]:
+            users[page] -= 1
+            if users[page]:
                 continue
-            if page in self._keys:
+            if page in keys:
                 self._idle[page] = None
             else:
                 self._free.append(page)
-        while len(self._idle) > self.most_idle:
-            self._evict()
+        if len(self._idle) > self.most_idle:
+            self._evict(len(self._idle) - self.most_idle)
 
-    def remember(self, pages: Sequence[int], tokens: Sequence[int], count: int) -> None:
+    def remember(self, pages: Sequence[int], tokens: Sequence[int] | Joined, count: int) -> None:
         """The first pages of a sequence, as many as `count` of its tokens fill, hold what these tokens give."""
         most, first = min(count // PAGE, len(pages)), 0
         while first < most and pages[first] in self._keys:
             first += 1
-        parent = self._keys[pages[first - 1]][1] if first else 0
-        for page, own in zip(pages[first:most], _chunks(tokens, most, first), strict=True):
-            key = (parent, own)
+        parent = self._number[pages[first - 1]] if first else 0
+        for place in range(first, most):
+            page, key = pages[place], _key(parent, tokens, place)
             if (known := self._known.get(key)) is not None:
-                parent = self._keys[known][1]
+                parent = self._number[known]
             elif page in self._keys:  # below one that has been forgotten: not found any more, and not again
                 return
             else:
                 self._numbers += 1
-                parent = self._numbers
-                self._known[key], self._keys[page] = page, (key, parent)
+                self._number[page] = parent = self._numbers
+                self._known[key], self._keys[page] = page, key
 
     def forget(self, pages: Sequence[int] | None = None) -> None:
         """Match these pages, or any, no more. Who uses them still does."""
         for page in list(self._keys) if pages is None else pages:
             if page in self._keys:
-                del self._known[self._keys.pop(page)[0]]
+                del self._known[self._keys.pop(page)]
                 if page in self._idle:
                     del self._idle[page]
                     self._free.append(page)
 
-    def _evict(self) -> None:
-        page = next(iter(self._idle))
-        del self._idle[page], self._known[self._keys.pop(page)[0]]
-        self._free.append(page)
+    def _evict(self, count: int) -> None:
+        for page in list(islice(self._idle, count)):
+            del self._idle[page], self._known[self._keys.pop(page)]
+            self._free.append(page)
 
 
-def _chunks(tokens: Sequence[int], count: int, first: int = 0) -> Iterator[tuple[int, ...]]:
-    return (tuple(tokens[i * PAGE : (i + 1) * PAGE]) for i in range(first, count))
+def _key(parent: int, tokens: Sequence[int] | Joined, place: int) -> _Key:
+    return (parent, *tokens[place * PAGE : (place + 1) * PAGE])

@@ -2,15 +2,17 @@
 
 import itertools
 import secrets
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from palestra.data.media import check_places, content_keys, rope_positions
 from palestra.data.tokenizers import Detokenizer, Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine.guide import CompiledGuide
 from palestra.generate.engine.kv_cache import Looked
+from palestra.generate.engine.pages import Joined
 from palestra.generate.engine.score_edits import RowEdits
 from palestra.generate.types import EDITS, Chunk, Generation, Request, Result, Sampling, StopReason
 
@@ -201,7 +203,7 @@ class Collect:
             self.done[self.place] = item
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class EngineJob:
     """A request in flight."""
 
@@ -242,7 +244,7 @@ class EngineJob:
         return self is other or (self.key == other.key and self.keys == other.keys)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sample:
     """One of a request's generations, in a row of the batch."""
 
@@ -269,9 +271,9 @@ class Sample:
     """How many tokens, at most, are being sampled that the host has not seen."""
     shareable: bool = True
     """Whether its pages hold what the current weights compute."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
+    versions: "array[int]" = field(default_factory=lambda: array("q"))
     top: list[Alternatives] = field(default_factory=list)
 
     @property
@@ -295,15 +297,37 @@ class Sample:
         return [*self.job.request.prompt, *self.tokens] if self.tokens else self.job.request.prompt
 
     @property
-    def keys(self) -> Sequence[int]:
+    def keys(self) -> Sequence[int] | Joined:
         """The same by what they show."""
-        return [*self.job.keys, *self.tokens] if self.tokens else self.job.keys
+        return Joined(self.job.keys, self.tokens) if self.tokens else self.job.keys
+
+    def ending(self, since: int, text: str) -> "Ending | None":
+        """How it has ended, if it has, with its tokens from number `since` on, which have given `text`."""
+        last, stops = self.tokens[-1], self.job.sampling.stop_ids
+        if self.text is not None and self.text.stopped_by is not None:
+            return Ending(self, since, text, StopReason.STOP, self.text.stopped_by)
+        if last in self.job.ends:
+            return Ending(self, since, text, StopReason.STOP if last in stops else StopReason.EOS, last)
+        if self.edits is not None and self.edits.completed_by(self.tokens[since:]):
+            return Ending(self, since, text, StopReason.STOP)
+        return Ending(self, since, text, StopReason.LENGTH) if self.remaining == 0 else None
 
     def chunk(self, since: int, text: str, reason: StopReason | None = None) -> Chunk:
         """The tokens from number `since` on."""
         tokens, logprobs = tuple(self.tokens[since:]), tuple(self.logprobs[since:])
         versions, top = tuple(self.versions[since:]), tuple(self.top[since:])
         return Chunk(self.index, tokens, logprobs, versions, text, reason, top)
+
+
+class Ending(NamedTuple):
+    """How a sample has ended; its tokens from number `since` on and `text` are new."""
+
+    sample: Sample
+    since: int
+    text: str
+    reason: StopReason
+    match: str | int | None = None
+    """The stop string or token that ended it."""
 
 
 def checked(
@@ -329,7 +353,8 @@ def checked(
     if not prompt:
         raise UsageError("the prompt is empty: it needs at least one token, such as the one that begins a text")
     bias = sampling.logit_bias or {}
-    if not 0 <= min(named := (*prompt, *sampling.stop_ids, *bias)) <= max(named) < vocab:
+    named = (*prompt, *sampling.stop_ids, *bias) if sampling.stop_ids or bias else prompt
+    if not 0 <= min(named) <= max(named) < vocab:
         token = next(token for token in named if not 0 <= token < vocab)
         raise UsageError(f"token {token} is not in the model's vocabulary of {vocab}")
     if request.n < 1:

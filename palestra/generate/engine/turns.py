@@ -1,5 +1,6 @@
-"""A FIFO lock: a busy thread cannot starve the others."""
+"""A FIFO lock: a busy thread cannot starve the others. And what the garbage collector may not interrupt."""
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,3 +21,18 @@ class Turns:
             yield
         finally:
             self._work.release()
+
+
+class Uncollected:
+    """No collection: each would walk again through all tokens of all results that were made just before.
+
+    A class, since the end of a generator makes an object, with which a collection would begin at once.
+    """
+
+    def __enter__(self) -> None:
+        self._was = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        if self._was:
+            gc.enable()
