@@ -127,7 +127,7 @@ class Elsewhere(VectorEnv):
 
     def __init__(self, spec: ControlSpec, actors: Sequence[Actor], factory: Factory | None):
         """`actors` have `shares(num_envs, len(actors))` of the environments."""
-        with closing(make_vector(spec.env.model_copy(update={"vectorize": "auto"}), 1, factory)) as probe:
+        with closing(make_vector(spec.env, 1, factory)) as probe:
             self.metadata = probe.metadata
             self.single_observation_space, self.single_action_space = (
                 probe.single_observation_space,

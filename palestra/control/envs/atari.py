@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
+from palestra.control.envs.one import OneOf
 from palestra.errors import UsageError
 
 
@@ -45,27 +46,25 @@ class AtariGames(VectorWrapper):
         return obs, np.asarray(rewards, np.float64), terminated, truncated, infos
 
 
-class AtariGame(gym.Env):
+class AtariGame(OneOf):
     """One game as the vector environment plays it, to watch: `render` shows what the policy sees, larger."""
 
     def __init__(self, games: VectorEnv, render_mode: str | None):
         if render_mode == "human":
             raise UsageError("Atari games have no window: write a video instead, for example --out game.gif")
+        super().__init__(games)
         self.metadata = {"render_modes": ["rgb_array"], "render_fps": 15}  # 60 of the emulator a second
-        self.games, self.render_mode = games, render_mode
-        self.observation_space, self.action_space = games.single_observation_space, games.single_action_space
+        self.render_mode = render_mode
         self._shown: np.ndarray | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        obs, _ = self.games.reset(seed=seed)
-        self._shown = obs[0]
-        return obs[0], {}
+        self._shown, info = super().reset(seed=seed)
+        return self._shown, info
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        obs, rewards, terminated, truncated, infos = self.games.step(np.asarray(action)[None])
-        over = bool(terminated[0] or truncated[0])
-        self._shown = infos["final_obs"][0] if over else obs[0]
-        return self._shown, float(rewards[0]), bool(terminated[0]), bool(truncated[0]), {}
+        outcome = super().step(action)
+        self._shown = outcome[0]
+        return outcome
 
     def render(self) -> Any:
         """The newest frame as RGB, four times as large."""
@@ -74,9 +73,6 @@ class AtariGame(gym.Env):
         frame = self._shown[-1]
         colors = frame if frame.ndim == 3 else np.repeat(frame[..., None], 3, axis=2)
         return np.ascontiguousarray(colors.repeat(4, axis=0).repeat(4, axis=1))
-
-    def close(self) -> None:
-        self.games.close()
 
 
 def atari_games(id: str, num_envs: int, kwargs: dict[str, Any], frame_stack: int | None) -> AtariGames:

@@ -16,6 +16,8 @@ from palestra.control.envs import classic, mujoco
 from palestra.control.envs.agents import WholeGame, games, make_game
 from palestra.control.envs.atari import AtariGame, atari_games
 from palestra.control.envs.components import Components
+from palestra.control.envs.one import OneOf
+from palestra.control.envs.pool import Pool
 from palestra.control.envs.snapshot import Snapshot
 from palestra.control.envs.vector import copies
 from palestra.control.envs.workers import Make
@@ -23,7 +25,7 @@ from palestra.control.seeding import load_random_state, random_state
 from palestra.control.spaces import FlatAction, PackedBox, PackedObservation, flat_actions
 from palestra.errors import MissingExtra, UsageError
 from palestra.spec.imports import import_named
-from palestra.spec.kinds.control import PETTINGZOO, EnvSpec
+from palestra.spec.kinds.control import JAX, PETTINGZOO, EnvSpec
 
 log = logging.getLogger("palestra.control")
 
@@ -101,7 +103,10 @@ NUMPY: dict[str, Callable[[int], VectorEnv]] = {
 
 
 # Words in Gymnasium's error about a missing package, and the extra that has it.
-EXTRAS = {"ale": "atari", "box2d": "box2d", "mujoco": "mujoco"}
+EXTRAS = {
+    **{name: name for name in ("envpool", "brax", "playground", "gymnax")},  # first: their errors may have other words
+    **{"ale": "atari", "box2d": "box2d", "mujoco": "mujoco"},
+}
 
 
 def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) -> VectorEnv:
@@ -110,6 +115,8 @@ def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) ->
         import_named(spec.module, "env.module")
     if _has_agents(spec):
         return games(spec, num_envs)
+    if factory is None and _only_vectors(spec):
+        return _only_vector(spec, num_envs)
     if factory is None and spec.vectorize in ("auto", "vector"):
         arrays = spec.id in NUMPY and (spec.id not in mujoco.VECTORS or mujoco.has_batches())
         if arrays and not spec.kwargs and spec.frame_stack is None and not spec.components:
@@ -155,6 +162,10 @@ def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: Any) ->
         with _explained(spec):
             games = atari_games(spec.id, 1, _of_whole_games(spec), spec.frame_stack)
             return AtariGame(games, kwargs.get("render_mode"))
+    elif _only_vectors(spec) and not (kwargs.get("render_mode") and spec.id in gym.registry):
+        if kwargs.get("render_mode"):
+            raise UsageError(f"{spec.id} draws no pictures: EnvPool and JAX only step it")
+        return OneOf(_only_vector(spec, 1))
     elif _has_agents(spec):
         return WholeGame(spec.id, make_game(spec, **kwargs), marked=spec.policies > 1)
     elif ":" in spec.id:
@@ -206,6 +217,19 @@ def _has_agents(spec: EnvSpec) -> bool:
     return spec.id.startswith(PETTINGZOO)
 
 
+def _only_vectors(spec: EnvSpec) -> bool:
+    """Whether the environment is stepped by EnvPool or JAX."""
+    return spec.vectorize == "envpool" or spec.id.startswith(JAX)
+
+
+def _only_vector(spec: EnvSpec, num_envs: int) -> VectorEnv:
+    with _explained(spec):
+        if spec.vectorize == "envpool":
+            return Pool(spec.id, num_envs, cores(), spec.kwargs)
+        jax = importlib.import_module("palestra.control.envs.jax")  # imports JAX
+        return jax.JaxEnvs(spec.id, num_envs, spec.kwargs)
+
+
 def _is_atari(spec: EnvSpec) -> bool:
     return spec.id.startswith("ALE/")
 
@@ -250,13 +274,13 @@ def _own_vector(spec: EnvSpec, num_envs: int) -> VectorEnv:
 def _explained(spec: EnvSpec) -> Iterator[None]:
     """Gymnasium's errors about ids and missing packages, as errors of the spec."""
     try:
-        if _is_atari(spec):
+        if _is_atari(spec) and not _only_vectors(spec):
             gym.register_envs(importlib.import_module("ale_py"))
         yield
     except gym.error.UnregisteredEnv as error:
         raise UsageError(f"env.id: there is no environment {spec.id!r}. {error}") from error
     except (gym.error.DependencyNotInstalled, ImportError) as error:
-        message = f"{spec.id} {error}".lower()
+        message = f"{spec.id} {spec.vectorize} {error}".lower()
         extra = next((extra for word, extra in EXTRAS.items() if word in message), "train")
         raise MissingExtra(f"{spec.id} ({error})", extra) from error
     except (TypeError, gym.error.Error) as error:

@@ -216,7 +216,7 @@ class Snapshot(gymnasium.Wrapper):
     @property
     def exactness(self) -> str | None:
         """One sentence for the user when episodes cannot continue after a resume, None when they can."""
-        return _sentence(self.name) if self._kind == "none" else None
+        return restarts(self.name) if self._kind == "none" else None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, remembering what is needed to begin it again."""
@@ -340,7 +340,7 @@ def vector_exactness(venv: Any) -> str | None:
     """One sentence for the user when a vector environment cannot continue its episodes after a resume, else None."""
     if hasattr(type(venv), "exactness"):
         return venv.exactness()
-    return None if hasattr(type(venv), "get_state") else _sentence(type(venv.unwrapped).__name__)
+    return None if hasattr(type(venv), "get_state") else restarts(type(venv.unwrapped).__name__)
 
 
 def vector_state(venv: Any) -> Tree:
@@ -370,5 +370,6 @@ def restore_vector(venv: Any, state: Tree) -> Restarted | None:
     return Restarted(which, venv.reset()[0] if observations is None else observations)
 
 
-def _sentence(name: str) -> str:
+def restarts(name: str) -> str:
+    """The sentence about an environment whose episodes restart after a resume."""
     return f"{name} has no way to save its state: after a resume its running episodes restart."

@@ -25,17 +25,21 @@ from palestra.spec.shape import NetSpec
 
 PETTINGZOO = "pettingzoo:"
 """Begins the id of a parallel environment of PettingZoo."""
+JAX = ("brax:", "playground:", "gymnax:")
+"""Begin the ids of environments that are written in JAX."""
 
 
 class EnvSpec(Model):
     """The environment and its vectorization."""
 
     id: str = Field(min_length=1)
-    """Gymnasium id such as CartPole-v1, `module:Class`, or `pettingzoo:module` with several agents."""
+    """Gymnasium id such as CartPole-v1, `module:Class`, `pettingzoo:module` with several agents, or `brax:ant`,
+    `playground:CartpoleBalance` and `gymnax:CartPole-v1`, which are written in JAX."""
     num_envs: int = Field(default=4, ge=1)
     """Number of parallel environments (N); of several agents, the agents of all games together."""
-    vectorize: Literal["auto", "vector", "sync", "async"] = "auto"
-    """The environment's own vectorization, one after another (`sync`), worker processes (`async`), or the fastest."""
+    vectorize: Literal["auto", "vector", "sync", "async", "envpool"] = "auto"
+    """The environment's own vectorization, one after another (`sync`), worker processes (`async`), or the fastest;
+    `envpool` steps in EnvPool's threads."""
     kwargs: dict[str, JsonValue] = Field(default={})
     """Keyword arguments of gymnasium.make."""
     module: Module | None = None
@@ -365,6 +369,7 @@ class ControlSpec(ExperimentSpec):
             yield from self._agents_conflicts()
         elif self.env.policies > 1:
             yield Conflict(("env", "policies"), f"expected 1: {self.env.id} has one agent; `pettingzoo:` has several")
+        yield from self._vector_conflicts()
         if self.cluster.environments > self.env.num_envs:
             yield Conflict(("cluster", "environments"), f"expected at most `env.num_envs` = {self.env.num_envs}")
         if isinstance(self.algorithm, PPOSpec) and self.algorithm.staleness:
@@ -379,10 +384,21 @@ class ControlSpec(ExperimentSpec):
             if getattr(self, field) and elsewhere:
                 yield Conflict((field,), f"expected none, because this process steps no training environments: {why}")
 
+    def _vector_conflicts(self) -> Iterator[Conflict]:
+        """Of environments that step as one: no wrapper reaches the single ones."""
+        env, jax = self.env, self.env.id.startswith(JAX)
+        if jax and env.vectorize != "auto":
+            yield Conflict(("env", "vectorize"), f"expected auto: {env.id} steps all its copies as one program")
+        if not jax and env.vectorize != "envpool":
+            return
+        unset = {"frame_stack": None, "components": [], "reward_weights": None}
+        for field in (name for name, value in unset.items() if getattr(env, name) != value):
+            yield Conflict(("env", field), f"expected none: {'JAX' if jax else 'EnvPool'} steps all copies as one")
+
     def _agents_conflicts(self) -> Iterator[Conflict]:
         """Of several agents in one environment, whose games are stepped in this process."""
         env, why = self.env, "environments of several agents do not support it"
-        if env.vectorize in ("async", "vector"):
+        if env.vectorize not in ("auto", "sync"):
             yield Conflict(("env", "vectorize"), f"expected auto or sync: {why}")
         unset = {"frame_stack": None, "components": [], "reward_weights": None}
         for field in (name for name, value in unset.items() if getattr(env, name) != value):
