@@ -168,7 +168,7 @@ def pendulum_spec(name: str, **algorithm: Any) -> dict[str, Any]:
         "env": {"id": "Pendulum-v1", "num_envs": 1},
         "algorithm": {"name": name} | shared | algorithm,
         "net": NET,
-        "train": {"frames": 15_000},
+        "train": {"frames": 12_000},
     }
 
 
@@ -190,8 +190,8 @@ CASES = {
     "dqn_every_4": Case(
         dqn_spec(update_every=4, replay_ratio=0.25, target_every=32), dqn, 50_000, warm=2048, start=1000
     ),
-    "sac": Case(pendulum_spec("sac", start=100), sac, 15_000, warm=1024, start=100),
-    "td3": Case(pendulum_spec("td3", start=1000, gamma=0.98), td3, 15_000, warm=2048, start=1000),
+    "sac": Case(pendulum_spec("sac", start=100), sac, 12_000, warm=1024, start=100),
+    "td3": Case(pendulum_spec("td3", start=1000, gamma=0.98), td3, 12_000, warm=2048, start=1000),
 }
 
 

@@ -33,13 +33,11 @@ class EnvSpec(Model):
     """The environment and its vectorization."""
 
     id: str = Field(min_length=1)
-    """Gymnasium id such as CartPole-v1, `module:Class`, `pettingzoo:module` with several agents, or `brax:ant`,
-    `playground:CartpoleBalance` and `gymnax:CartPole-v1`, which are written in JAX."""
+    """Gymnasium id such as CartPole-v1, `module:Class`, `pettingzoo:module`, or in JAX `brax:ant`, `gymnax:CartPole-v1`."""
     num_envs: int = Field(default=4, ge=1)
     """Number of parallel environments (N); of several agents, the agents of all games together."""
     vectorize: Literal["auto", "vector", "sync", "async", "envpool"] = "auto"
-    """The environment's own vectorization, one after another (`sync`), worker processes (`async`), or the fastest;
-    `envpool` steps in EnvPool's threads."""
+    """Its own vectorization, one after another (`sync`), worker processes (`async`), EnvPool's threads, or the fastest."""
     kwargs: dict[str, JsonValue] = Field(default={})
     """Keyword arguments of gymnasium.make."""
     module: Module | None = None
