@@ -33,11 +33,11 @@ class EnvSpec(Model):
     """The environment and its vectorization."""
 
     id: str = Field(min_length=1)
-    """Gymnasium id such as CartPole-v1, `module:Class`, `pettingzoo:module`, or in JAX `brax:ant`, `gymnax:CartPole-v1`."""
+    """Gymnasium id such as CartPole-v1, `module:Class`, `pettingzoo:module`, or in JAX `brax:ant`, `gymnax:…`."""
     num_envs: int = Field(default=4, ge=1)
     """Number of parallel environments (N); of several agents, the agents of all games together."""
     vectorize: Literal["auto", "vector", "sync", "async", "envpool"] = "auto"
-    """Its own vectorization, one after another (`sync`), worker processes (`async`), EnvPool's threads, or the fastest."""
+    """The environment's own vectorization, one after another (`sync`), processes (`async`), EnvPool, or the fastest."""
     kwargs: dict[str, JsonValue] = Field(default={})
     """Keyword arguments of gymnasium.make."""
     module: Module | None = None
