@@ -18,6 +18,7 @@ SMALL = {
     "train__steps": 2,
     "train__prompts_per_step": 2,
     "train__precision": "fp32",
+    "train__compile": "off",  # what a GPU would do takes a minute to compile here
     "rollout__group": 2,
     "rollout__max_new_tokens": 4,
     "rollout__max_filtered_batches": None,
