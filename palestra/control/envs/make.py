@@ -35,10 +35,11 @@ _chosen: dict[str, int] = {}  # measured once in this process: training and eval
 
 
 def processes_for(spec: EnvSpec, num_envs: int, make: Make) -> int:
-    """The number of worker processes for `num_envs` copies; 0: in this one. Results are the same either way.
+    """The number of worker processes for `num_envs` copies; 0: all in this one. Results are the same either way.
 
-    `auto` times throw-away copies both ways and takes the faster; logged, and overridden by `sync` and `async`. An
-    environment given as an object is not timed: its steps may have side effects.
+    `auto` times throw-away copies in this process, and shared with others so that each core has one; it takes the
+    faster, logged, and overridden by `sync` and `async`. An environment given as an object is not timed: its steps may
+    have side effects.
     """
     count = min(cores(), num_envs)
     if spec.vectorize == "async":
@@ -50,15 +51,15 @@ def processes_for(spec: EnvSpec, num_envs: int, make: Make) -> int:
     if key not in _chosen:
         before = random_state()
         try:
-            here, there = (_step_seconds(spec, [make] * num_envs, processes) for processes in (0, count))
+            here, there = (_step_seconds(spec, [make] * num_envs, processes) for processes in (0, count - 1))
         except (Exception, SystemExit):  # training will fail the same way and report it
             return 0
         finally:
             load_random_state(before)
-        _chosen[key] = count if there < WORTH * here else 0
+        _chosen[key] = count - 1 if there < WORTH * here else 0
         log.info(
-            "%s: a step of %d takes %.0f µs in this process and %.0f µs in %d: using %s (env.vectorize overrides)",
-            *(spec.id, num_envs, 1e6 * here, 1e6 * there, count, "processes" if _chosen[key] else "this process"),
+            "%s: a step of %d takes %.0f µs in this process, %.0f µs in %d: using %d (env.vectorize overrides)",
+            *(spec.id, num_envs, 1e6 * here, 1e6 * there, count, 1 + _chosen[key]),
         )
     return _chosen[key]
 
@@ -71,7 +72,7 @@ def cores() -> int:
 
 def _step_seconds(spec: EnvSpec, makers: Sequence[Make], processes: int) -> float:
     """Seconds of a vector step with random actions, resets included."""
-    with closing(copies(spec.id, makers, processes, spec.reset_timeout)) as env:
+    with closing(copies(spec.id, makers, processes, spec.reset_timeout, here=True)) as env:
         env.action_space.seed(0)
         actions = [env.action_space.sample() for _ in range(8)]
         env.reset(seed=0)
@@ -133,7 +134,8 @@ def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) ->
     def make() -> Snapshot:
         return Snapshot(make_single(spec, factory))
 
-    return copies(spec.id, [make] * num_envs, processes_for(spec, num_envs, make), spec.reset_timeout)
+    processes, shared = processes_for(spec, num_envs, make), spec.vectorize != "async"
+    return copies(spec.id, [make] * num_envs, processes, spec.reset_timeout, here=shared)
 
 
 MakeVector = Callable[[EnvSpec, int, Factory | None], VectorEnv]

@@ -49,8 +49,8 @@ class Copies(VectorEnv):
 
     @property
     def processes(self) -> int:
-        """The number of worker processes; 0: the copies are in this one."""
-        return 0 if isinstance(self._workers[0], LocalWorker) else len(self._workers)
+        """The number of worker processes; 0: all copies are in this one."""
+        return sum(isinstance(worker, ProcessWorker) for worker in self._workers)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
         """Begin an episode in each; copy i gets `seed + i`."""
@@ -120,24 +120,32 @@ def shares(num_envs: int, workers: int) -> list[slice]:
     return [slice(first, end) for first, end in pairwise(bounds)]
 
 
-def copies(name: str, makers: Sequence[Make], processes: int, seconds: float) -> Copies:
-    """Copies spread evenly over `processes` worker processes; 0: in this process. `seconds` is `env.reset_timeout`."""
-    envs = [make() for make in (makers if processes == 0 else makers[:1])]
+def copies(name: str, makers: Sequence[Make], processes: int, seconds: float, *, here: bool = False) -> Copies:
+    """Copies spread evenly over `processes` worker processes; with `here`, and with none, this one has the first share.
+
+    `seconds` is `env.reset_timeout`.
+    """
+    here = here or processes == 0
+    rows = shares(len(makers), processes + here)
+    envs = [makers[0]()]
     obs = envs[0].observation_space
     assert isinstance(obs, spaces.Box)
     arrays = Arrays.of(len(makers), obs, envs[0].action_space, shared=processes > 0)
-    if processes == 0:
-        return Copies(name, [LocalWorker(name, envs, arrays, seconds)], arrays, envs[0])
-    envs[0].close()
+    if not here:
+        envs[0].close()
     workers: list[ProcessWorker] = []
     try:
-        for rows in shares(len(makers), processes):
+        for which in rows[here:]:
             pipes = [worker.pipe for worker in workers]
-            workers.append(ProcessWorker(name, makers, rows, arrays, seconds, pipes))
+            workers.append(ProcessWorker(name, makers, which, arrays, seconds, pipes))
+        if here:
+            envs += [make() for make in makers[rows[0]][1:]]
         for worker in workers:
             worker.finish()
     except BaseException:
         for worker in workers:
             worker.close()
         raise
-    return Copies(name, workers, arrays, envs[0])
+    # The one that runs in this process is told first and asked first: meanwhile the others work.
+    local = [LocalWorker(name, envs, arrays.rows(rows[0]), seconds)] if here else []
+    return Copies(name, [*local, *workers], arrays, envs[0])
