@@ -10,7 +10,7 @@ from tiny_models import FAMILIES, tiny_checkpoint
 
 from palestra.generate.engine.batch import BatchRows
 from palestra.generate.engine.engine import Engine
-from palestra.generate.engine.kv_cache import Cache
+from palestra.generate.engine.kv_cache import Cache, Segment
 from palestra.generate.engine.pages import PAGE, pages_for
 from palestra.generate.engine.sampler import uniform
 from palestra.generate.types import Request, Sampling, StopReason
@@ -24,6 +24,7 @@ from palestra.spec.lm import AdamWSpec
 from palestra.spec.shape import Shape
 
 if torch.cuda.is_available():
+    from palestra.generate.engine import cuda
     from palestra.generate.engine.cuda import KernelAttention
     from palestra.generate.engine.decode_layers import DecodeLayers
 
@@ -351,6 +352,34 @@ def test_penalties_beside_free_rows_write_the_same_tokens_as_on_the_cpu():
     results = [Engine(model, eos=frozenset({3}), device=device, max_running=9).run(asked) for device in ("cpu", "cuda")]
     same = [a.generations[0].tokens == b.generations[0].tokens for a, b in zip(*results, strict=True)]
     assert sum(same) >= len(same) - 1  # a draw may fall on a border
+
+
+@pytest.mark.parametrize("lengths", [[1], [64], [30] * 32, [200, 1, 5], [7] * 20, [129, 100], [3] * 200])
+def test_prompts_by_a_graph_have_the_keys_and_values_of_separate_kernels(lengths, monkeypatch):
+    engine = Engine(make(torch.bfloat16).cuda(), eos=frozenset(), device="cuda", max_running=256)
+    runner, draws = engine._runner, torch.Generator().manual_seed(len(lengths))
+    across = pages_for(max(lengths))
+    segments = [Segment([1 + i * across + p for p in range(pages_for(n))], 0, n) for i, n in enumerate(lengths)]
+    tokens = torch.randint(0, 1000, (sum(lengths),), generator=draws).tolist()
+
+    def cached() -> torch.Tensor:
+        for part in (runner.cache.keys, runner.cache.values):
+            part.fill_(float("nan"))
+        runner.prefill(segments, tokens)
+        rows = [
+            (kept[:, list(s.pages)].flatten(1, 2)[:, : s.end])
+            for s in segments
+            for kept in (runner.cache.keys, runner.cache.values)
+        ]
+        return torch.cat(rows, dim=1)
+
+    cached()  # captures
+    captures, by_graph = engine.captures, cached()
+    assert captures > 0
+    monkeypatch.setattr(cuda, "_graphed", lambda *sizes: None)
+    separately = cached()
+    assert engine.captures == captures
+    assert relative(by_graph, separately) < 5e-3
 
 
 @pytest.mark.parametrize("prefill", [16, 4096])

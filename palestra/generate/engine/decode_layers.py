@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
 
 
 FEW = Tiles(Tile(16, 0, 128, 4, 4), Tile(16, 16, 128, 4, 4), Tile(16, 32, 128, 4, 4), Tile(16, 16, 128, 4, 4))
-SOME = Tiles(Tile(16, 0, 64, 4, 5), Tile(64, 16, 128, 4, 4), Tile(64, 16, 64, 4, 5), Tile(64, 16, 256, 4, 3))
+SOME = Tiles(Tile(16, 0, 64, 4, 5), Tile(64, 16, 64, 4, 5), Tile(64, 16, 64, 4, 5), Tile(64, 16, 128, 4, 5))
 MANY = Tiles(Tile(64, 0, 64, 4, 4), Tile(64, 64, 64, 4, 4), Tile(64, 32, 64, 4, 3), Tile(64, 64, 128, 4, 4))
 MOST = Tiles(Tile(64, 0, 64, 4, 4), Tile(128, 64, 64, 8, 4), Tile(128, 64, 64, 8, 3), Tile(64, 128, 128, 4, 4))
 PROGRAMS = 112
