@@ -112,7 +112,7 @@ def train(
         int, Option(metavar="N", min=0, help="Continue a failed seed from its checkpoint, N times.")
     ] = 0,
     on: options.On = None,
-    id: Annotated[str | None, Option(metavar="ID", help="Id of the run; one that exists is continued.")] = None,
+    id: Annotated[str | None, Option("--id", metavar="ID", help="Id of the run; one that exists is continued.")] = None,
     sync: Annotated[
         str | None,
         Option(envvar="PALESTRA_SYNC", metavar="PLACE", help="Copy the run there meanwhile: s3://…, a folder, dev."),

@@ -151,11 +151,9 @@ class _WeightedLogprob(torch.autograd.Function):
             part = slice(start, start + rows)
             scores, asked, by = logits(hidden[part], weight), targets[part], weights[part].to(logprobs.dtype)
             if hidden.is_cuda and TRITON:
-                from palestra.lm.kernels import softmax_rows, softmax_rows_backward
+                from palestra.lm.kernels import logprobs_and_gradient
 
-                logprobs[part], normalizers, entropies = softmax_rows(scores, asked, 1.0)
-                saved = (asked, normalizers, entropies)
-                to_logits = softmax_rows_backward(scores, saved, by, None, 1.0, hidden.dtype)
+                logprobs[part], to_logits = logprobs_and_gradient(scores, asked, by, hidden.dtype)
             else:
                 log_p = scores.log_softmax(-1)
                 logprobs[part] = log_p.gather(1, asked[:, None])[:, 0]
@@ -177,8 +175,11 @@ def _add_gradients(
     """Of a chunk's logits to its hidden states and to the matrix, where these are wanted."""
     if to_hidden is not None:
         to_hidden.copy_(_product(to_logits, weight))
-    if to_unembed is not None:
-        to_unembed += _product(to_logits.t(), hidden)  # the sum over chunks stays in FP32
+    if to_unembed is not None:  # the sum over chunks stays in FP32
+        if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+            torch.addmm(to_unembed, to_logits.t(), hidden, out_dtype=torch.float32, out=to_unembed)
+        else:
+            to_unembed += _product(to_logits.t(), hidden)
 
 
 def _log_softmax(scores: Tensor, temperature: float) -> Tensor:

@@ -213,3 +213,37 @@ def _softmax_rows_backward(
     grad = -tl.exp(log_p) * (to_logprob + to_entropy * (log_p + tl.load(entropies + row)))
     grad += tl.where(i == tl.load(targets + row), to_logprob, 0.0)
     tl.store(out + row * vocab + i, (grad * scale).to(out.dtype.element_ty), mask=inside)
+
+
+def logprobs_and_gradient(
+    logits: Tensor, targets: Tensor, weights: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """log p(target) of each row, and the gradient (rows, V) of Σ weights · log p in `dtype`, in one kernel."""
+    rows, vocab = logits.shape
+    logprobs, out = torch.empty(rows, device=logits.device), torch.empty_like(logits, dtype=dtype)
+    # Of those tried on an H200 the fastest: rows are read again while most of them lie in the L2 cache.
+    _logprobs_and_gradient[(rows,)](logits, targets, weights, logprobs, out, vocab, 8192, num_warps=16)
+    return logprobs, out
+
+
+@triton.jit
+def _logprobs_and_gradient(logits, targets, weights, logprobs, out, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    tops = tl.full([BLOCK], -1e30, tl.float32)
+    totals = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        z = tl.load(logits + row * vocab + start + i, mask=start + i < vocab, other=-float("inf"))
+        higher = tl.maximum(tops, z)
+        totals = totals * tl.exp(tops - higher) + tl.exp(z - higher)
+        tops = higher
+    top = tl.max(tops, 0)
+    log_total = tl.log(tl.sum(totals * tl.exp(tops - top), 0))
+    target, weight = tl.load(targets + row), tl.load(weights + row)
+    tl.store(logprobs + row, tl.load(logits + row * vocab + target) - top - log_total)
+    blocks = (vocab + BLOCK - 1) // BLOCK
+    for block in range(blocks):  # the last first: it was read last
+        at = (blocks - 1 - block) * BLOCK + i
+        z = tl.load(logits + row * vocab + at, mask=at < vocab, other=0.0)
+        grad = tl.where(at == target, weight, 0.0) - weight * tl.exp(z - top - log_total)
+        tl.store(out + row * vocab + at, grad.to(out.dtype.element_ty), mask=at < vocab)
