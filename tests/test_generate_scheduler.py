@@ -73,6 +73,7 @@ def test_slots_any_order_of_submits_aborts_bursts_and_publications_never_leak_or
         kv_bytes=2 * PAGE * 8 * 4 * choose.randint(most, 3 * most),
     )
     engine._runner.ahead = choose.random() < 0.5
+    engine._runner.portion = (sys.maxsize, 30, 100)[seed % 3]
     listeners = {}
     for step in range(30):
         match choose.choice(["submit", "submit", "burst", "burst", "burst", "abort", "publish"]):
@@ -119,6 +120,30 @@ def test_burst_started_before_the_last_is_read_changes_no_token(exact, room):
         check_rows(engine)
         assert (engine.metrics()["preemptions"] > 0) == (room is not None)
         found.append([(g.tokens, g.stop_reason) for result in results for g in result.generations])
+    assert found[0] == found[1]
+
+
+def noting(events, name, method):
+    """The method, each call of which leaves its name."""
+    return lambda *what: (events.append(name), method(*what))[1]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_prompts_are_begun_while_others_are_admitted_and_no_token_changes(n, monkeypatch):
+    model, found = small_model(context=256), []
+    asked = [Request(prompt_of(40 + i % 3, i), Sampling(seed=i, max_new_tokens=12), n=n) for i in range(13)]
+    for portion in (sys.maxsize, 100):
+        engine, events = engine_of(model, max_running=13 * n, burst=4, eos=frozenset()), []
+        runner = engine._runner
+        runner.ahead, runner.portion = True, portion
+        for owner, method in ((engine, "submit"), (runner, "prefill"), (runner, "start")):
+            monkeypatch.setattr(owner, method, noting(events, method, getattr(owner, method)))
+        found.append([(g.tokens, g.logprobs) for result in engine.run(asked) for g in result.generations])
+        assert engine.metrics()["prefill_tokens"] == sum(len(request.prompt) - 1 for request in asked)
+        first = events.index("start")
+        assert (events[:first].count("submit"), "prefill" in events[first:], events.count("start")) == (13, False, 3)
+        # Three prompts of 39 to 41 tokens are a portion; the last one, alone, does not wait for others.
+        assert [events[:first].count("prefill"), events.index("prefill")] == ([1, 13] if portion > 100 else [5, 3])
     assert found[0] == found[1]
 
 

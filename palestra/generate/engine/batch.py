@@ -236,7 +236,8 @@ class Scheduler:
         To launch a prefill takes the host as long for few as for many.
         """
         waiting = sum(job.request.n - job.started for job in self.waiting) + len(self.preempted)
-        few = 0 < waiting * FEW < len(self.rows) and not any(job.sink.streams for job in self.waiting)
+        running = sum(sample.ahead > 0 for sample in self.rows) if waiting else 0
+        few = 0 < waiting * FEW < running and not any(job.sink.streams for job in self.waiting)
         self._waited = self._waited + 1 if few and self._waited < PATIENCE else 0
         return self._waited > 0
 

@@ -1,6 +1,7 @@
 """The model on the CPU: prefill, decode bursts, weight updates, and products whose bits do not depend on the batch."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -226,6 +227,8 @@ class Runner:
     """CUDA graphs captured so far."""
     ahead = False
     """Whether a burst is started before the one before it is read."""
+    portion = sys.maxsize
+    """Tokens of prompts that are computed before further requests are admitted."""
 
     def __init__(
         self,

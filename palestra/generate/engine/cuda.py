@@ -45,6 +45,7 @@ class CudaRunner(Runner):
     """A copy of a model on a GPU, whose decode steps are captured once for each size of the batch."""
 
     ahead = True
+    portion = PROMPTS[-1] - 512  # the last prompt of it has room in the graph
 
     def __init__(self, *settings: Any):
         super().__init__(*settings)
@@ -68,7 +69,7 @@ class CudaRunner(Runner):
             self._prefill(segments, tokens)
             return
         first = 0
-        for portion in _portions(segments):  # the device begins with the first while the host prepares the next
+        for portion in _portions(segments):
             count = sum(segment.end for segment in portion)
             self._prefill(portion, tokens[first : first + count])
             first += count

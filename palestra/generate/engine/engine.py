@@ -164,11 +164,11 @@ class Engine:
             if (job := self._jobs.get(id)) is not None:
                 self._aborted.append(job)
 
-    def burst(self) -> bool:
+    def burst(self, *, prompts_only: bool = False) -> bool:
         """One round: admit requests, compute prompts, sample tokens, deliver. False where there was nothing to do.
 
-        An error ends the engine: every request fails with it, and so does every later one. Ctrl-C ends only requests
-        in flight.
+        With `prompts_only` nothing is sampled nor delivered. An error ends the engine: every request fails with it, and
+        so does every later one. Ctrl-C ends only requests in flight.
         """
         if self.failure is not None:
             raise EngineFailed(self.failure)
@@ -177,16 +177,8 @@ class Engine:
                 self._take_in()
                 if self._paused:
                     return False
-                patient = self._runner.ahead and self._scheduler.patient()
-                admitted = [] if patient else self._scheduler.admit(self.prefill_tokens)
-                for sample in admitted:
-                    self._shared += sample.cached
-                    if self.tokenizer is not None and sample.job.sink.streams and not sample.tokens:
-                        sample.text = GrowingText(self.tokenizer, sample.job.sampling.stop)
-                    if sample.edits is None:
-                        sample.edits = sample.job.edits()
-                prefilled = self._prefill()
-                return self._decode() or prefilled
+                prefilled = self._begin()
+                return (not prompts_only and self._decode()) or prefilled
             except Exception as error:
                 self.fail(error)
                 raise
@@ -209,8 +201,13 @@ class Engine:
         ids: list[str] = []
         try:
             while len(done) < len(requests):
+                fresh = 0
                 while len(ids) < len(requests) and len(ids) - len(done) < self.max_waiting:
+                    fresh += len(requests[len(ids)].prompt)
                     ids.append(self.submit(requests[len(ids)], Collect(done, len(ids))))
+                    if fresh >= self._runner.portion:  # the device begins, the host goes on
+                        self.burst(prompts_only=True)
+                        fresh = 0
                 if not self.burst() and self._paused:
                     raise PalestraError("the engine is paused: resume it before a run")
         except BaseException:
@@ -327,10 +324,27 @@ class Engine:
         samples += [Sample(job, index, -1) for index in range(job.started, job.request.n)]
         self._end([Ending(sample, len(sample.tokens), "", StopReason.ABORT) for sample in samples])
 
-    def _prefill(self) -> bool:
-        """Compute a share of the prompts, copy pages of those that others have, and start what is complete."""
-        scheduler = self._scheduler
-        if pieces := list(scheduler.pieces(self.prefill_tokens)):
+    def _begin(self) -> bool:
+        """Admit requests and compute about `prefill_tokens` tokens of prompts; whether there were any.
+
+        A device that works ahead of the host computes a portion of them while others are admitted.
+        """
+        before, left = self._prefilled, self.prefill_tokens
+        patient = self._runner.ahead and self._scheduler.patient()
+        while left > self.prefill_tokens // 64:  # less is not worth a launch
+            for sample in [] if patient else self._scheduler.admit(min(left, self._runner.portion)):
+                self._shared += sample.cached
+                if self.tokenizer is not None and sample.job.sink.streams and not sample.tokens:
+                    sample.text = GrowingText(self.tokenizer, sample.job.sampling.stop)
+                if sample.edits is None:
+                    sample.edits = sample.job.edits()
+            left -= self._prefill(left) or left
+        return self._prefilled > before
+
+    def _prefill(self, most: int) -> int:
+        """Compute `most` tokens of prompts, copy pages of those that others have, and start what is complete."""
+        scheduler, tokens = self._scheduler, []
+        if pieces := list(scheduler.pieces(most)):
             segments = [Segment(sample.pages, sample.cached, end, self._look(sample.job)) for sample, end in pieces]
             tokens = [*chain.from_iterable(sample.sequence[sample.cached : end] for sample, end in pieces)]
             self._runner.prefill(segments, tokens)
@@ -342,7 +356,7 @@ class Engine:
             self._runner.host.start(ready)
             for sample in ready:
                 sample.active = True
-        return bool(pieces)
+        return len(tokens)
 
     def _look(self, job: EngineJob) -> Looked | None:
         """A prompt's images by the weights of now, computed once for all of its samples and pieces."""
