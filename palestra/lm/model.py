@@ -107,7 +107,11 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP (or experts), each with a norm of what it reads, or of what it adds, or of both."""
+    """Attention and MLP (or experts), each with a norm of what it reads, or of what it adds, or of both.
+
+    What the MLP adds to the residual stream is left to whoever reads the stream next: compiled, the sum is then part of
+    the next norm. In the MLP's own product it would cost a copy of the stream.
+    """
 
     def __init__(self, shape: Shape, layer: int):
         super().__init__()
@@ -124,14 +128,28 @@ class Block(nn.Module):
             self.mlp = MoE(shape.width, shape.moe, biases=shape.biases)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The new residual stream, of the tokens that are wanted, and the router's logits where there are experts."""
+        self,
+        x: Tensor,
+        added: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        wanted: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The new residual stream and what is to be added to it, as they come in, of the tokens that are wanted.
+
+        And the router's logits where there are experts.
+        """
+        x = _sum(x, added)
         attended = self.attn(self.attn_norm(x), cos, sin, attend, wanted)
         x = (x if wanted is None else x[wanted]) + self.attn_out_norm(attended)
         h = self.mlp_norm(x)
         out, router = self.mlp(h) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
-        return x + self.mlp_out_norm(out), router
+        return x, self.mlp_out_norm(out), router
+
+
+def _sum(x: Tensor, added: Tensor | None) -> Tensor:
+    return x if added is None else x + added
 
 
 class Part(NamedTuple):
@@ -216,14 +234,16 @@ class Transformer(nn.Module):
         angles = {local: self.rotation(positions, local) for local in {*map(self.shape.local_rope, layers)}}
         if not x.is_cuda:
             angles = {local: doubled(*pair) for local, pair in angles.items()}
-        routers = [] if before is None else [*before.unbind()]
+        routers, added = [] if before is None else [*before.unbind()], None
         for layer in layers:
-            block, (cos, sin) = self.layers[layer], angles[self.shape.local_rope(layer)]
-            if torch.is_grad_enabled() and self.checkpointing(layer):
-                x, router = checkpoint(block, x, cos, sin, attend, use_reentrant=False)
+            block, angle = self.layers[layer], angles[self.shape.local_rope(layer)]
+            if torch.is_grad_enabled() and self.checkpointing(layer):  # of its inputs one is kept
+                x, added, router = checkpoint(block, _sum(x, added), None, *angle, attend, use_reentrant=False)
             else:
-                x, router = block(x, cos, sin, attend, wanted if layer == len(self.layers) - 1 else None)
+                last = layer == len(self.layers) - 1
+                x, added, router = block(x, added, *angle, attend, wanted if last else None)
             routers.append(router)
+        x = _sum(x, added)
         x = self.norm(x) if layers.stop == len(self.layers) else x
         return ModelOutput(x, None if self.shape.moe is None else torch.stack(routers))
 
