@@ -131,9 +131,9 @@ def noting(events, name, method):
 @pytest.mark.parametrize("n", [1, 3])
 def test_prompts_are_begun_while_others_are_admitted_and_no_token_changes(n, monkeypatch):
     model, found = small_model(context=256), []
-    asked = [Request(prompt_of(40 + i % 3, i), Sampling(seed=i, max_new_tokens=12), n=n) for i in range(13)]
+    asked = [Request(prompt_of(40 + i % 3, i), Sampling(seed=i, max_new_tokens=12), n=n) for i in range(14)]
     for portion in (sys.maxsize, 100):
-        engine, events = engine_of(model, max_running=13 * n, burst=4, eos=frozenset()), []
+        engine, events = engine_of(model, max_running=14 * n, burst=4, eos=frozenset()), []
         runner = engine._runner
         runner.ahead, runner.portion = True, portion
         for owner, method in ((engine, "submit"), (runner, "prefill"), (runner, "start")):
@@ -141,9 +141,10 @@ def test_prompts_are_begun_while_others_are_admitted_and_no_token_changes(n, mon
         found.append([(g.tokens, g.logprobs) for result in engine.run(asked) for g in result.generations])
         assert engine.metrics()["prefill_tokens"] == sum(len(request.prompt) - 1 for request in asked)
         first = events.index("start")
-        assert (events[:first].count("submit"), "prefill" in events[first:], events.count("start")) == (13, False, 3)
-        # Three prompts of 39 to 41 tokens are a portion; the last one, alone, does not wait for others.
-        assert [events[:first].count("prefill"), events.index("prefill")] == ([1, 13] if portion > 100 else [5, 3])
+        assert (events[:first].count("submit"), "prefill" in events[first:], events.count("start")) == (14, False, 3)
+        # A prompt of 39 to 41 tokens is a quarter of a portion, with which the device begins, and three are one; the
+        # last one, alone, does not wait for others.
+        assert [events[:first].count("prefill"), events.index("prefill")] == ([1, 14] if portion > 100 else [6, 1])
     assert found[0] == found[1]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def make(dtype: torch.dtype, shape: Shape = SHAPE) -> Transformer:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4)  # scores that differ
+    return model
+
+
+def with_varied_norms(model: Transformer) -> Transformer:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2 + 1)
     return model
 
 
@@ -112,12 +121,7 @@ def test_decode_attention_equals_float64(rows, heads, kv, dim, context, window, 
 )
 def test_fused_layers_are_as_near_to_fp32_as_the_modules(rows, changes):
     shape = Shape(**{**SHAPE.model_dump(exclude_unset=True), **changes})
-    model = make(torch.bfloat16, shape)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2 + 1)
-    model = model.to("cuda", torch.bfloat16).requires_grad_(False)
+    model = with_varied_norms(make(torch.bfloat16, shape)).to("cuda", torch.bfloat16).requires_grad_(False)
     draws = torch.Generator("cuda").manual_seed(rows)
     tokens = torch.randint(0, 1000, (rows,), device="cuda", generator=draws)
     lengths = torch.randint(0, shape.context - 1, (rows,), device="cuda", generator=draws)
@@ -380,6 +384,44 @@ def test_prompts_by_a_graph_have_the_keys_and_values_of_separate_kernels(lengths
     separately = cached()
     assert engine.captures == captures
     assert relative(by_graph, separately) < 5e-3
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"layers": 1, "heads": 9, "kv_heads": 3, "width": 576},
+        {"heads": 14, "kv_heads": 2, "head_dim": 64, "attention_bias": True, "window": 40},
+        {"heads": 2, "kv_heads": 1, "head_dim": 32, "width": 200, "mlp": 100, "qk_norm": "head"},
+        {"heads": 16, "kv_heads": 8, "head_dim": 128, "qk_norm": "head", "tied": False},
+    ],
+)
+def test_prompts_by_fused_layers_have_the_keys_and_values_of_the_modules(changes, halves, monkeypatch):
+    shape = Shape(**{**SHAPE.model_dump(exclude_unset=True), **changes})
+    model = with_varied_norms(make(torch.bfloat16, shape)).cuda()
+    runner, lengths = Engine(model, eos=frozenset(), device="cuda", max_running=8)._runner, [33, 1, 70, 5, 101]
+    tokens = torch.randint(0, 1000, (5, 101), generator=torch.Generator().manual_seed(0)).tolist()
+    pages = [[1 + i * pages_for(101) + p for p in range(pages_for(101))] for i in range(5)]
+
+    def cached() -> torch.Tensor:
+        for part in (runner.cache.keys, runner.cache.values):
+            part.fill_(float("nan"))
+        ends = [[0] * 5, [n // 2 for n in lengths], lengths] if halves else [[0] * 5, lengths]
+        for bounds in pairwise(ends):
+            some = [(i, start, end) for i, (start, end) in enumerate(zip(*bounds, strict=True)) if start < end]
+            segments = [Segment(pages[i], start, end) for i, start, end in some]
+            runner.prefill(segments, [token for i, start, end in some for token in tokens[i][start:end]])
+        both, sizes = (runner.cache.keys, runner.cache.values), zip(pages, lengths, strict=True)
+        return torch.cat([part[:, own].flatten(1, 2)[:, :n] for own, n in sizes for part in both], dim=1)
+
+    assert runner._prompt_layers is not None
+    fused = cached()
+    monkeypatch.setattr(runner, "_prompt_layers", None)
+    monkeypatch.setattr(cuda, "_graphed", lambda *sizes: None)
+    modules = cached()
+    assert relative(fused[0], modules[0]) < 1e-3  # rounded at the same places
+    assert relative(fused, modules) < 1e-2
 
 
 @pytest.mark.parametrize("prefill", [16, 4096])

@@ -18,6 +18,7 @@ from palestra.generate.engine.cpu import Runner
 from palestra.generate.engine.decode_layers import DecodeLayers
 from palestra.generate.engine.kv_cache import Cache, Segment, spots
 from palestra.generate.engine.pages import PAGE
+from palestra.generate.engine.prefill_layers import PrefillLayers
 from palestra.generate.engine.request import MOST_ALTERNATIVES
 from palestra.generate.engine.sampler import Needs
 from palestra.generate.engine.score_edits import ScoreEdits
@@ -58,6 +59,7 @@ class CudaRunner(Runner):
         self._prefills: dict[tuple[int, int], PrefillGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._layers = DecodeLayers.of(self.model, self.cache, self.rows.tables.shape[1] * PAGE)
+        self._prompt_layers = None if self._layers is None else PrefillLayers(self._layers)
 
     @torch.inference_mode()
     def prefill(self, segments: Sequence[Segment], tokens: Sequence[int]) -> None:
@@ -84,8 +86,11 @@ class CudaRunner(Runner):
         self._compute(token, position, PackedPrefill.of(self.cache, segments, place))
 
     def _compute(self, token: Tensor, position: Tensor, attend: "PackedPrefill") -> None:
-        """Put keys and values of all layers into the cache; of the hidden states nobody reads more than one."""
-        self.model(token, position, attend, wanted=torch.zeros(1, dtype=torch.long, device=self.device))
+        """Put keys and values of all layers into the cache; nobody reads the hidden states."""
+        if self._prompt_layers is not None:
+            self._prompt_layers(token, position, attend.places, attend.attend)
+        else:
+            self.model(token, position, attend, wanted=torch.zeros(1, dtype=torch.long, device=self.device))
 
     def _prefill_by_graph(self, size: int, longest: int, inputs: np.ndarray, bounds: np.ndarray) -> None:
         """Prompts of at most `longest` tokens, filled up to `size` by others that go to scratch."""
@@ -231,10 +236,13 @@ class PackedPrefill:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim) → (T, H, dim)."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        decode_kernel.store(k, v, keys, values, self.places)
+        decode_kernel.store(k, v, self.cache.keys[layer], self.cache.values[layer], self.places)
+        return self.attend(layer, q, k, v, window)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """The same, of keys and values that the cache has already."""
         if self.read is not None:
-            k, v = (cached.flatten(0, 1)[self.read] for cached in (keys, values))
+            k, v = (cached[layer].flatten(0, 1)[self.read] for cached in (self.cache.keys, self.cache.values))
         return varlen(q, k, v, *self.bounds, *self.longest, window, **flash_settings())
 
 

@@ -95,13 +95,13 @@ class DecodeLayers:
         x, added = F.embedding(tokens, model.embed), None
         for layer, block in enumerate(cast("list[Block]", list(model.layers))):
             attn, keys, values = block.attn, self.cache.keys[layer], self.cache.values[layer]
-            normed = _norm(x, added, block.attn_norm, next)
+            normed = add_norm(x, added, block.attn_norm, next)
             q = self._queries(tiles.qkv, attn, normed, keys, values, tables, lengths, next)
             mixed = decode_kernel.attend(q, keys, values, tables, lengths, attn.window, next, self.counts)
-            normed = _norm(x, _product(tiles.out, mixed.flatten(1), attn.o.weight, next), block.mlp_norm, next)
+            normed = add_norm(x, _product(tiles.out, mixed.flatten(1), attn.o.weight, next), block.mlp_norm, next)
             assert isinstance(block.mlp, MLP)
             added = _product(tiles.down, _gated(tiles.up, block.mlp, normed, next), block.mlp.down.weight, next)
-        return _norm(x, added, model.norm, next)
+        return add_norm(x, added, model.norm, next)
 
     def _one(self, token: Tensor, length: Tensor, table: Tensor) -> Tensor:
         """The same for a single row: norms are computed again by every program of the products that read them.
@@ -140,7 +140,7 @@ class DecodeLayers:
             )  # fmt: skip
             x, other = other, x
             added = _one_product(gated, mlp.down.weight)
-        return _norm(x, added, model.norm, next)
+        return add_norm(x, added, model.norm, next)
 
     def _queries(
         self,
@@ -168,7 +168,7 @@ class DecodeLayers:
         return q
 
 
-def _norm(x: Tensor, added: Tensor | None, norm: nn.Module, next: int) -> Tensor:
+def add_norm(x: Tensor, added: Tensor | None, norm: nn.Module, next: int) -> Tensor:
     """The norm of `x`, to which a product's parts (splits, B, D) are added first, in place."""
     assert isinstance(norm, RMSNorm)
     rows, width = x.shape

@@ -199,15 +199,16 @@ class Engine:
         """Generate for all requests here and now; results in their order."""
         done: dict[int, Result] = {}
         ids: list[str] = []
+        portion = self._runner.portion // 4  # the device has nothing else to do yet
         try:
             while len(done) < len(requests):
                 fresh = 0
                 while len(ids) < len(requests) and len(ids) - len(done) < self.max_waiting:
                     fresh += len(requests[len(ids)].prompt)
                     ids.append(self.submit(requests[len(ids)], Collect(done, len(ids))))
-                    if fresh >= self._runner.portion:  # the device begins, the host goes on
+                    if fresh >= portion:  # the device begins, the host goes on
                         self.burst(prompts_only=True)
-                        fresh = 0
+                        fresh, portion = 0, self._runner.portion
                 if not self.burst() and self._paused:
                     raise PalestraError("the engine is paused: resume it before a run")
         except BaseException:
