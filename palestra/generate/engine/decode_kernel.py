@@ -96,7 +96,7 @@ def _plan(heads: int, dim: int, context: int) -> tuple[int, int, int, int]:
     if heads >= 512:
         return 1, 32, 2, 2
     splits = max(1, min(triton.cdiv(context, BLOCK), 400 // heads))
-    return splits, BLOCK if dim <= 64 else BLOCK // 2, 4, 3
+    return splits, BLOCK if dim <= 64 else BLOCK // 2, 4, 2
 
 
 @triton.jit
@@ -123,11 +123,14 @@ def _attend(
     top = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
     mixed = tl.zeros([PADDED, WIDTH], tl.float32)
+    table = tables + row * table_stride
+    # Pages are looked up a block ahead: Triton takes stages from the keys' and values' own where these wait for a load.
+    page = tl.load(table + (first + t) // PAGE, mask=first + t < last, other=0)
     for start in range(first, last, BLOCK):
         p = start + t
         seen = (p >= begin) & (p < last)
-        page = tl.load(tables + row * table_stride + p // PAGE, mask=seen, other=0).to(tl.int64)
-        at = ((page * PAGE + p % PAGE) * kv + head)[:, None] * DIM + d[None, :]
+        at = ((page.to(tl.int64) * PAGE + p % PAGE) * kv + head)[:, None] * DIM + d[None, :]
+        page = tl.load(table + (p + BLOCK) // PAGE, mask=p + BLOCK < last, other=0)
         inside = seen[:, None] & (d[None, :] < DIM)
         key = tl.load(keys + at, mask=inside, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
