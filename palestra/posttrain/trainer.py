@@ -115,6 +115,8 @@ class PosttrainTrainer:
         self._groups: list[Group] = []
         self._filtered: list[Group] = []
         self._learned: Row = {}
+        self._timeouts = 0.0
+        """The largest share of completions of a step whose verifier's time ran out, as far as it was told."""
         self._bound = mismatch_bound(spec)
         self._rollouts: Recording | None = None
         first = parts.rollout
@@ -190,10 +192,12 @@ class PosttrainTrainer:
         rewards = group_metrics(groups, self._filtered, self.steps - 1) if groups else {}
         generated = self.ranks.on_first(self._generated)
         row = self._learned | rewards | generated
-        if timeouts := row.get("status/timeout"):
+        if (timeouts := row.get("status/timeout", 0.0)) > 2 * self._timeouts:
+            self._timeouts = timeouts
             log.warning(
                 "step %d: the verifier took longer than rollout.verify_seconds = %g (or its task's own limit) for "
-                "%.1f %% of the completions; they count with reward 0 (rollout.on_timeout)",
+                "%.1f %% of the completions; they count with reward 0 (rollout.on_timeout). The next warning is at "
+                "twice as many; `palestra plot --metric status/timeout` shows them all",
                 self.steps, self.spec.rollout.verify_seconds, 100 * timeouts,
             )  # fmt: skip
         self.record.rates(self.speed.since_last(self.tokens))
