@@ -225,7 +225,7 @@ class TrainSpec(Model):
     """Matmul precision; bf16 is several times faster for wide networks on a CPU with AMX."""
 
 
-WIDE, WIDE_NET = ("sac", "tqc"), {"hidden": [256, 256], "activation": "relu"}
+WIDE, WIDE_NET = ("sac", "tqc"), {"hidden": [256, 256], "activation": "relu", "orthogonal": False}
 """Algorithms with a default network of their own, and what of it differs from `NetSpec`'s."""
 
 AUTO_EVALUATIONS = 20  # at most, in a run whose `every.eval` is auto
@@ -271,7 +271,7 @@ class ControlSpec(ExperimentSpec):
     algorithm: AlgorithmSpec
     """RL algorithm and its hyperparameters."""
     net: NetSpec = NetSpec()
-    """Policy and value networks; by default of SAC and TQC `hidden: [256, 256]` and `activation: relu`."""
+    """Policy and value networks; by default of SAC and TQC `hidden: [256, 256]`, `activation: relu`, `orthogonal: false`."""
     init: str | None = Field(default=None, min_length=1)
     """A zip of Stable-Baselines3 whose policy, critics and targets to start from; null: new networks."""
     train: TrainSpec
