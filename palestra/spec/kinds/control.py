@@ -271,7 +271,7 @@ class ControlSpec(ExperimentSpec):
     algorithm: AlgorithmSpec
     """RL algorithm and its hyperparameters."""
     net: NetSpec = NetSpec()
-    """Policy and value networks; by default of SAC and TQC `hidden: [256, 256]`, `activation: relu`, `orthogonal: false`."""
+    """Policy and value networks; by default of SAC and TQC `hidden: [256, 256]`, `activation: relu`, not orthogonal."""
     init: str | None = Field(default=None, min_length=1)
     """A zip of Stable-Baselines3 whose policy, critics and targets to start from; null: new networks."""
     train: TrainSpec
