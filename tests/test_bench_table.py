@@ -7,6 +7,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mdformat
 import pytest
@@ -19,6 +20,8 @@ from palestra.bench.suites import SEEDS, SHIPPED, SUITES, Entry, entries, parse_
 from palestra.bench.table import COLUMNS, HISTORY, markdown_table, verdict, write_page
 from palestra.control.trial_metrics import score
 from palestra.errors import UsageError
+from palestra.runs.lease import Lease, kept
+from palestra.runs.store import LocalStore
 
 TINY = SHORT | {"train": {"frames": 6 * 128}, "every": {"checkpoint": "2 steps", "eval": None}}
 
@@ -200,15 +203,37 @@ def test_bench_plan_runs_what_is_missing_and_resumes_what_was_begun(finished, tm
     jobs = plan(chosen, [100, 101, 105], copy / "specs", copy / "runs/bench", told.append)
     trial = status.parents[2]
     new = {"root": copy / "runs/bench", "spec": source, "overrides": {"seed": 105, "max_session": 1}}
-    assert [(job.name, *job.args) for job in jobs] == [
-        ("ppo_cartpole seed 101", {"root": copy / "runs/bench", "resume": trial}),
-        ("ppo_cartpole seed 105", new),
+    assert [(job.name, *job.args[1:]) for job in jobs] == [
+        ("ppo_cartpole seed 101", (101,), {"root": copy / "runs/bench", "resume": trial}),
+        ("ppo_cartpole seed 105", (105,), new),
     ]
     assert told == ["ppo_cartpole: seed 100 done"]
     (gpu,) = plan(chosen, [105], copy / "specs", copy / "runs/bench", told.append, "cuda")
-    assert gpu.args[0]["overrides"]["device"] == "cuda"
+    assert gpu.args[-1]["overrides"]["device"] == "cuda"
     every = plan(chosen, None, copy / "specs", copy / "runs/bench", told.append)
     assert [int(job.name.split()[-1]) for job in every] == [101, *range(103, 110)]
+
+
+def test_bench_leaves_a_seed_that_another_bench_has_taken_since_the_plan(finished, tmp_path):
+    copy = copied(finished, tmp_path)
+    runs, chosen = copy / "runs/bench", entries("classic", "ppo_c")
+
+    def planned() -> Any:
+        (item,) = plan(chosen, [105], copy / "specs", runs, lambda line: None)
+        return item
+
+    def made() -> int:
+        return len(list(runs.glob("ppo_cartpole/*/sessions/105")))
+
+    first, second = planned(), planned()
+    holder = Lease(LocalStore(runs / "logs"), "ppo_cartpole_105.lease.json")
+    with kept(holder):  # it runs there
+        second.function(*second.args)
+        assert made() == 0
+    first.function(*first.args)
+    assert made() == 1
+    second.function(*second.args)  # it has run there
+    assert made() == 1
 
 
 @pytest.mark.slow

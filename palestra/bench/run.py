@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,11 @@ from palestra.bench.speed import Missing, cheapest_first, missing, write_speeds
 from palestra.bench.suites import CHECKOUT, SHIPPED, Entry, entries, parse_seeds
 from palestra.bench.table import verdict, write_page
 from palestra.cluster.where import open_backend, refuse_more
-from palestra.errors import Interrupted, PalestraError, UsageError
+from palestra.errors import Interrupted, PalestraError, RunBusy, UsageError
+from palestra.runs.lease import Lease, kept
 from palestra.runs.session import stop_signals
+from palestra.runs.store import LocalStore
+from palestra.spec.kinds.control import ControlSpec
 from palestra.work import fanout
 from palestra.work.fanout import STOP_SECONDS, Resources, Stop, WorkItem
 
@@ -102,7 +105,8 @@ def plan(
             new = {"spec": source, "overrides": {"seed": of[0], "max_session": 1} | elsewhere}
             settings = {"root": root, **(new if isinstance(trial, int) else {"resume": trial})}
             log = root / "logs" / f"{entry.spec}_{of[0]}.txt"
-            items.append(WorkItem(f"{entry.spec} seed {', '.join(map(str, of))}", run_one, (settings,), log=log))
+            name = f"{entry.spec} seed {', '.join(map(str, of))}"
+            items.append(WorkItem(name, run_one, (spec, tuple(of), settings), log=log))
     return items
 
 
@@ -194,8 +198,13 @@ def _run(
     return failed
 
 
-def run_one(settings: Mapping[str, Any]) -> None:
-    """Run or continue one run, in the process that calls."""
+def run_one(spec: ControlSpec, seeds: Sequence[int], settings: Mapping[str, Any]) -> None:
+    """Run or continue one run, in the process that calls, unless another bench has taken its seeds since the plan."""
     from palestra.api import run as start  # here, because only the process that trains needs it
 
-    start(**settings, quiet=True)
+    root = settings["root"]
+    lease = Lease(LocalStore(root / "logs"), f"{spec.name}_{seeds[0]}.lease.json")
+    with suppress(RunBusy), kept(lease):
+        sessions = find(root, spec)
+        if not {*seeds} <= {*sessions.done, *sessions.running}:
+            start(**settings, quiet=True)
