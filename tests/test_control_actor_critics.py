@@ -117,6 +117,17 @@ def test_alpha_moves_towards_the_target_entropy():  # checklist 53
     assert math.isclose(fixed.learned.alpha.vector.exp().item(), 0.3, rel_tol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["sac", "crossq", "tqc"])
+def test_alpha_follows_its_schedule_to_zero(name):
+    made_by = made(name, aim, alpha={"shape": "linear", "start": 0.8, "end": 0, "finish": 0.5})
+    for progress, expected in ((0.0, 0.8), (0.25, 0.4), (0.5, 0.0), (1.0, 0.0)):
+        made_by.step(progress)
+        while not made_by.updates:
+            made_by.step(progress)
+        assert made_by.learned.alpha.vector.exp().item() == pytest.approx(expected, abs=0.05)
+    assert all(torch.isfinite(part.vector).all() for part in (made_by.learned.actor, made_by.learned.critics))
+
+
 def test_target_entropy_is_in_units_of_half_the_range_and_of_the_spec_where_given():  # checklist 54
     assert made("sac", aim, alpha="auto").target_entropy == -1.0  # whatever the bounds
     assert made("crossq", aim, alpha="auto", target_entropy=-0.3).target_entropy == -0.3

@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, m
 
 from palestra.spec.model import Conflict, Model, without_defaults
 from palestra.spec.optimizer import OptimizerSpec
-from palestra.spec.schedule import Rate, Schedule, constant
+from palestra.spec.schedule import PositiveRate, Rate, Schedule, constant
 
 
 class PrioritizedSpec(Model):
@@ -162,7 +162,7 @@ class ActorCriticSpec(OffPolicySpec):
 class EntropySpec(Model):
     """Shared fields of SAC, TQC and CrossQ."""
 
-    alpha: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    alpha: PositiveRate | Literal["auto"] = "auto"
     """Entropy coefficient; auto tunes it towards `target_entropy`."""
     target_entropy: float | Literal["auto"] = "auto"
     """Target entropy in nats; auto: −dim(A), in units of half the range, or 0.6 · log n for Discrete(n)."""

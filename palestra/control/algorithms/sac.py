@@ -8,7 +8,6 @@ weight α of the entropy is tuned towards a target. With Discrete actions every 
 (Christodoulou 2019), with the smaller of the twins for each action.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.values import Critics, SoftActor
 from palestra.control.optim import FunctionalNet, Trained
 from palestra.rl.losses import allowed_entropy, alpha_slope, expected_soft_value, polyak, soft_value, target_entropy
+from palestra.rl.schedules import value as scheduled
 
 LEAST_LOGPROB = -1e4
 
@@ -61,9 +61,10 @@ class SAC(TwinCritics):
         actor, alpha = Trained.of(self.actors.vector), Trained.of(self.log_alpha())
         return SacState(actor, Trained.of(critics), critics.clone(), alpha, torch.zeros(3, device=self.device))
 
-    def log_alpha(self) -> Tensor:
-        """log α before the first update, (1,)."""
-        return torch.full((1,), 0.0 if self.spec.alpha == "auto" else math.log(self.spec.alpha), device=self.device)
+    def log_alpha(self, progress: float = 0.0) -> Tensor:
+        """log α as the spec gives it now, (1,); where it is tuned it begins with α = 1."""
+        alpha = 1.0 if self.spec.alpha == "auto" else scheduled(progress=progress, **self.spec.alpha.arguments())
+        return torch.full((1,), alpha, dtype=torch.float64, device=self.device).log().float()
 
     def begin_from(self, given: Mapping[str, Any]) -> None:
         super().begin_from(given)
@@ -81,6 +82,8 @@ class SAC(TwinCritics):
         """Noise for the critics' and the policy's actions; the paces of the critics, of the policy and of α."""
         batch = self.spec.batch if self.head.continuous else 0  # expectations over Discrete actions are exact
         noise = self.head.noise(self.generator, updates, 2, batch)
+        if self.spec.alpha != "auto":
+            self.learned.alpha.vector.copy_(self.log_alpha(progress))
         return Inputs(noise, self.rates(updates, progress, "lr", "alpha_lr"))
 
     def sampled(
