@@ -9,8 +9,8 @@ import pytest
 import yaml
 from conftest import SHORT
 
-from palestra.bench.results import identity, shipped
-from palestra.bench.run import run_for
+from palestra.bench.results import append, identity, measure, shipped
+from palestra.bench.run import plan, run, run_for, unrecorded
 from palestra.bench.speed import Missing, cheapest_first, hours_cell, missing, speed_file, write_speeds
 from palestra.bench.suites import SUITES, Entry
 from palestra.errors import PalestraError
@@ -51,7 +51,7 @@ def test_rows_are_ordered_by_the_hours_that_they_lack_and_unknown_ones_are_last(
 def test_hours_bench_runs_all_that_fits_and_measures_what_is_left(specs, tmp_path):
     root, out, told = tmp_path / "runs", tmp_path / "benchmarks.md", []
     assert missing(ENTRY, [1, 2], specs, root) == Missing(ENTRY, (1, 2), 2 * 768, None)
-    run_for(0.2, [ENTRY, OTHER], [1], specs, root, 2, told.append, None)
+    run_for(0.2, {ENTRY: [1], OTHER: [1]}, specs, root, 2, told.append, None)
     assert told[0] == "measuring ppo_cartpole, other"
     assert {"ppo_cartpole seed 1: done", "other seed 1: done"} <= {line.partition(" (")[0] for line in told}
     for entry, value in ((ENTRY, 64.0), (OTHER, 32.0)):
@@ -73,11 +73,23 @@ def test_hours_bench_runs_all_that_fits_and_measures_what_is_left(specs, tmp_pat
     assert missing(OTHER, [1], specs, root) == Missing(OTHER, (1,), 256, 32.0)
 
 
+def test_hours_bench_leaves_out_what_the_table_has_of_this_version_of_the_spec(specs, tmp_path):
+    root, out, told = tmp_path / "runs", tmp_path / "benchmarks.md", []
+    assert unrecorded([ENTRY, OTHER], [1, 2], specs, None) == {ENTRY: (1, 2), OTHER: (1, 2)}
+    run(plan([ENTRY], [100], specs, root, told.append), root, 1, told.append)
+    (record,) = measure(ENTRY, specs, root, [100])
+    append(out.with_suffix(".jsonl"), [replace(record, commit="c0ffee")], told.append)
+    assert unrecorded([ENTRY, OTHER], [100, 101], specs, out) == {ENTRY: (101,), OTHER: (100, 101)}
+    text = (specs / f"{ENTRY.spec}.yaml").read_text().replace("frames: 768", "frames: 896")
+    (specs / f"{ENTRY.spec}.yaml").write_text(text)
+    assert unrecorded([ENTRY], None, specs, out) == {ENTRY: ENTRY.seeds}
+
+
 def test_hours_bench_without_time_stops_what_it_began_and_says_so(specs, tmp_path):
     spec = specs / f"{ENTRY.spec}.yaml"
     spec.write_text(yaml.safe_dump(yaml.safe_load(spec.read_text()) | {"train": {"frames": 10_000_000}}))
     told: list[str] = []
-    run_for(0.0, [ENTRY], [1, 2], specs, tmp_path / "runs", 1, told.append, None)
+    run_for(0.0, {ENTRY: [1, 2]}, specs, tmp_path / "runs", 1, told.append, None)
     assert "stopping: runs save their state" in told
     assert not any(": done" in line for line in told)
     assert missing(ENTRY, [1, 2], specs, tmp_path / "runs").seeds == (1, 2)
@@ -88,6 +100,6 @@ def test_hours_bench_a_row_that_cannot_run_is_named_and_the_others_run(specs, tm
     (specs / "several.yaml").write_text(text)
     told: list[str] = []
     with pytest.raises(PalestraError, match=r"(?s)other seed 1: .*NoSuch-v1"):
-        run_for(0.2, [ENTRY, OTHER], [1], specs, tmp_path / "runs", 2, told.append, None)
+        run_for(0.2, {ENTRY: [1], OTHER: [1]}, specs, tmp_path / "runs", 2, told.append, None)
     assert any(line.startswith("ppo_cartpole seed 1: done") for line in told)
     assert sum(line.startswith("other seed 1: failed") for line in told) == 1  # and is not tried again

@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from palestra.bench.results import BenchRecord, BenchResult, append, find, measure, shipped
+from palestra.bench.results import BenchRecord, BenchResult, append, find, identity, measure, read, results, shipped
 from palestra.bench.speed import Missing, cheapest_first, missing, write_speeds
 from palestra.bench.suites import CHECKOUT, SHIPPED, Entry, entries, parse_seeds
 from palestra.bench.table import verdict, write_page
@@ -53,7 +53,7 @@ def bench(
         out = CHECKOUT / "docs" / "benchmarks.md"
     try:
         if hours is not None and not table_only:
-            run_for(hours, chosen, wanted, folder, root, parallel, tell, on, device)
+            run_for(hours, unrecorded(chosen, wanted, folder, out), folder, root, parallel, tell, on, device)
         elif not table_only:
             run(plan(chosen, wanted, folder, root, tell, device), root, parallel, tell, on)
     finally:  # finished runs enter the table, also if other runs failed or were stopped
@@ -110,10 +110,23 @@ def plan(
     return items
 
 
+def unrecorded(
+    entries: Sequence[Entry], wanted: Sequence[int] | None, specs: Path, out: Path | None
+) -> dict[Entry, tuple[int, ...]]:
+    """The seeds by row that the table of `out` lacks."""
+    known = {} if out is None else results(read(out.with_suffix(".jsonl")))
+
+    def lacking(entry: Entry) -> tuple[int, ...]:
+        spec = shipped(specs, entry)
+        result = None if spec is None else known.get((entry.spec, identity(spec)))
+        return tuple(seed for seed in wanted or entry.seeds if result is None or seed not in result.scores)
+
+    return {entry: lacking(entry) for entry in entries}
+
+
 def run_for(
     hours: float,
-    entries: Sequence[Entry],
-    wanted: Sequence[int] | None,
+    seeds: Mapping[Entry, Sequence[int]],
     specs: Path,
     root: Path,
     parallel: int | None,
@@ -123,24 +136,26 @@ def run_for(
 ) -> None:
     """Run missing seeds for so many hours, cheapest rows first; rows of unknown speed are begun before, to measure."""
     begin = time.monotonic()
-    rows = [missing(entry, wanted, specs, root) for entry in entries]
+    rows = [missing(entry, of, specs, root) for entry, of in seeds.items()]
     failed: dict[Entry, str] = {}
-    unknown = [row.entry for row in rows if row.seeds and row.frames_per_s is None]
+    unknown = [row for row in rows if row.seeds and row.frames_per_s is None]
     if parallel is None:
         backend, available = open_backend(on, "bench")
         backend.close()
         parallel = available.cores
     while unknown and time.monotonic() - begin < hours * 3600 / 2:  # the rest of the time is for whole rows
         wave, unknown = unknown[:parallel], unknown[parallel:]
-        tell(f"measuring {', '.join(entry.spec for entry in wave)}")
-        items = [plan([entry], wanted, specs, root, lambda line: None, device)[0] for entry in wave]
+        tell(f"measuring {', '.join(row.entry.spec for row in wave)}")
+        items = [plan([row.entry], row.seeds, specs, root, lambda line: None, device)[0] for row in wave]
         left = hours * 3600 - (time.monotonic() - begin)
         failures = _run(items, root, parallel, tell, on, min(START_SECONDS, left))
-        failed |= {e: failures[item.name] for e, item in zip(wave, items, strict=True) if item.name in failures}
-    ordered = cheapest_first(missing(entry, wanted, specs, root) for entry in entries if entry not in failed)
+        failed |= {
+            row.entry: failures[item.name] for row, item in zip(wave, items, strict=True) if item.name in failures
+        }
+    ordered = cheapest_first(missing(entry, of, specs, root) for entry, of in seeds.items() if entry not in failed)
     for row in ordered:
         tell(_cost(row))
-    items = plan([row.entry for row in ordered], wanted, specs, root, tell, device)
+    items = [item for row in ordered for item in plan([row.entry], row.seeds, specs, root, tell, device)]
     failures = _run(items, root, parallel, tell, on, hours * 3600 - (time.monotonic() - begin))
     if failures := [*failed.values(), *failures.values()]:
         raise PalestraError(f"{len(failures)} runs failed, logs in {root / 'logs'}:\n" + "\n".join(failures))

@@ -32,13 +32,13 @@ class Missing:
         return self.frames / self.frames_per_s / 3600 if self.frames_per_s else float("inf")
 
 
-def missing(entry: Entry, wanted: Sequence[int] | None, specs: Path, root: Path) -> Missing:
-    """What a row lacks; of a seed that was begun only the frames that are left."""
+def missing(entry: Entry, wanted: Sequence[int], specs: Path, root: Path) -> Missing:
+    """What a row lacks of these seeds; of a seed that was begun only the frames that are left."""
     spec = shipped(specs, entry)
     if spec is None:
         raise UsageError(f"no spec {entry.source(specs)}: give the folder of the suite's specs with --specs")
     sessions = find(root, spec)
-    seeds = tuple(seed for seed in wanted or entry.seeds if seed not in sessions.done and seed not in sessions.running)
+    seeds = tuple(seed for seed in wanted if seed not in sessions.done and seed not in sessions.running)
     begun = {seed: Run(sessions.open[seed]).session(seed) for seed in seeds if seed in sessions.open}
     reached = [(read_status(path) or {"progress": {}})["progress"].get("frame", 0) for path in begun.values()]
     frames = len(seeds) * spec.train.frames - sum(reached)
