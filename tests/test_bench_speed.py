@@ -9,6 +9,7 @@ import pytest
 import yaml
 from conftest import SHORT
 
+from palestra.bench import run as bench_run
 from palestra.bench.results import append, identity, measure, shipped
 from palestra.bench.run import plan, run, run_for, unrecorded
 from palestra.bench.speed import Missing, cheapest_first, hours_cell, missing, speed_file, write_speeds
@@ -71,6 +72,20 @@ def test_hours_bench_runs_all_that_fits_and_measures_what_is_left(specs, tmp_pat
     data = json.loads(status.read_text())
     status.write_text(json.dumps(data | {"state": "interrupted", "progress": {"frame": 512}}))
     assert missing(OTHER, [1], specs, root) == Missing(OTHER, (1,), 256, 32.0)
+
+
+def test_hours_bench_measures_a_row_that_logged_nothing_again_and_for_twice_as_long(specs, tmp_path, monkeypatch):
+    asked, real = [], bench_run._run
+
+    def noted(items, root, parallel, tell, on, seconds):
+        asked.extend((item.name, round(seconds)) for item in items)
+        if len(asked) == 1:
+            return {}  # as if stopped before anything was logged
+        return real(items, root, parallel, tell, on, seconds)
+
+    monkeypatch.setattr(bench_run, "_run", noted)
+    run_for(1, {OTHER: [1], ENTRY: [1]}, specs, tmp_path / "runs", 1, lambda line: None, None)
+    assert asked == [("other seed 1", 90), ("ppo_cartpole seed 1", 90), ("other seed 1", 180)]
 
 
 def test_hours_bench_leaves_out_what_the_table_has_of_this_version_of_the_spec(specs, tmp_path):

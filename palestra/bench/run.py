@@ -1,6 +1,7 @@
 """Runs the missing seeds of a suite in parallel, one run for each spec and seed; finished seeds are kept."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import closing, suppress
@@ -22,7 +23,7 @@ from palestra.work.fanout import STOP_SECONDS, Resources, Stop, WorkItem
 
 Tell = Callable[[str], None]
 START_SECONDS = 90.0
-"""Of a row of unknown speed; its run continues later."""
+"""Of a row of unknown speed; its run continues later, for twice as long where it has logged nothing yet."""
 
 
 def bench(
@@ -136,27 +137,36 @@ def run_for(
 ) -> None:
     """Run missing seeds for so many hours, cheapest rows first; rows of unknown speed are begun before, to measure."""
     begin = time.monotonic()
-    rows = [missing(entry, of, specs, root) for entry, of in seeds.items()]
-    failed: dict[Entry, str] = {}
-    unknown = [row for row in rows if row.seeds and row.frames_per_s is None]
     if parallel is None:
         backend, available = open_backend(on, "bench")
         backend.close()
         parallel = available.cores
-    while unknown and time.monotonic() - begin < hours * 3600 / 2:  # the rest of the time is for whole rows
-        wave, unknown = unknown[:parallel], unknown[parallel:]
+
+    def left() -> float:
+        return hours * 3600 - (time.monotonic() - begin)
+
+    failed: dict[Entry, str] = {}
+    rounds: Counter[Entry] = Counter()
+    unknown = [missing(entry, of, specs, root) for entry, of in seeds.items()]
+    while left() > hours * 1800:  # the rest of the time is for whole rows
+        unknown = [row for row in unknown if row.seeds and row.frames_per_s is None and row.entry not in failed]
+        if not unknown:
+            break
+        wave = unknown[:parallel]
         tell(f"measuring {', '.join(row.entry.spec for row in wave)}")
         items = [plan([row.entry], row.seeds, specs, root, lambda line: None, device)[0] for row in wave]
-        left = hours * 3600 - (time.monotonic() - begin)
-        failures = _run(items, root, parallel, tell, on, min(START_SECONDS, left))
+        seconds = START_SECONDS * 2 ** max(rounds[row.entry] for row in wave)
+        failures = _run(items, root, parallel, tell, on, min(seconds, left()))
         failed |= {
             row.entry: failures[item.name] for row, item in zip(wave, items, strict=True) if item.name in failures
         }
+        rounds.update(row.entry for row in wave)
+        unknown = unknown[parallel:] + [missing(row.entry, row.seeds, specs, root) for row in wave]
     ordered = cheapest_first(missing(entry, of, specs, root) for entry, of in seeds.items() if entry not in failed)
     for row in ordered:
         tell(_cost(row))
     items = [item for row in ordered for item in plan([row.entry], row.seeds, specs, root, tell, device)]
-    failures = _run(items, root, parallel, tell, on, hours * 3600 - (time.monotonic() - begin))
+    failures = _run(items, root, parallel, tell, on, left())
     if failures := [*failed.values(), *failures.values()]:
         raise PalestraError(f"{len(failures)} runs failed, logs in {root / 'logs'}:\n" + "\n".join(failures))
 
