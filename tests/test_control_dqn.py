@@ -196,6 +196,37 @@ def test_act_temperature_draws_by_the_softmax():
     assert float(drawn.mean()) == pytest.approx(1 / (1 + np.exp(-1)), abs=0.02)
 
 
+@pytest.mark.parametrize("given", [{}, {"dueling": True}, {"dueling": True, "net": {"hidden": [32, 24, 16]}}])
+def test_act_on_one_row_by_numpy_orders_actions_as_the_network_does_also_after_updates_and_a_resume(given):
+    net = given.get("net", {"hidden": [32, 24]}) | {"activation": "relu"}
+    make = partial(sync, lambda: OneStep(lambda shown, action: shown), 1)
+    algorithm = trained(dqn(make(), **given | {"net": net}), 6)
+    assert algorithm.updates > 0
+    resumed = dqn(make(), **given | {"net": net})
+    resumed.load_state(algorithm.state())
+    for each in (algorithm, resumed):
+        assert each.one_row is not None
+        for place in np.linspace(-3, 3, 20, dtype=np.float32):
+            fast, whole = each.one_row(np.array([[place]])), torch.tensor(q(each, float(place)))
+            torch.testing.assert_close(fast - fast.mean(), whole - whole.mean(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("envs", "given"),
+    [
+        (2, {}),
+        (1, {"net": {"hidden": [32], "activation": "tanh"}}),
+        (1, {"net": {"hidden": [32], "activation": "relu", "layer_norm": True}}),
+        (1, {"noisy": 0.5}),
+        (1, {"distributional": {"quantiles": 8}}),
+        (1, {"given": {"normalize_obs": True}}),
+    ],
+)
+def test_act_by_numpy_only_where_one_row_goes_through_linear_layers_and_relus(envs, given):
+    env = sync(lambda: OneStep(lambda shown, action: shown), envs)
+    assert dqn(env, **{"net": {"hidden": [32], "activation": "relu"}} | given).one_row is None
+
+
 def test_act_epsilon_moves_with_the_frames_inside_a_step():
     epsilon = {"shape": "linear", "start": 1.0, "end": 0.0, "finish": 1.0}
     algorithm = dqn(sync(lambda: Walk([0.0] * 100), 2), epsilon=epsilon, frames=400, horizon=200, start=2)

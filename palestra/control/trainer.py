@@ -20,7 +20,7 @@ from palestra.control.envs.stepping import Stepper
 from palestra.control.episodes import NotFinite
 from palestra.control.evaluation import evaluate, play, write_video
 from palestra.control.hooks import Hooks
-from palestra.control.optim import products, should_compile
+from palestra.control.optim import keep_freed_memory, products, should_compile
 from palestra.control.sb3 import initial
 from palestra.control.seeding import load_random_state, random_state, seed_everything, stream
 from palestra.errors import UsageError
@@ -96,6 +96,7 @@ class ControlTrainer:
         self, spec: ControlSpec, seed: int, factory: Factory | None, make: MakeVector = make_vector, *, compile: bool
     ):
         seed_everything(seed)
+        keep_freed_memory()
         self.spec, self.seed, self.steps, self.compiled = spec, seed, 0, compile
         self.factory = factory
         self.evaluated, self.last_evaluated = 0, 0  # frames of all evaluations, and of the last one

@@ -21,6 +21,7 @@ from palestra.control.algorithms.base import AlgorithmParts
 from palestra.control.algorithms.off_policy import OffPolicy
 from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.heads import ActionHead
+from palestra.control.nets.one_row import OneRow
 from palestra.control.nets.values import Exploration, ExplorationNoise, QNet, forbid
 from palestra.control.optim import FlatNet, Trained, clip_norm, copied, pace, restore, together
 from palestra.control.scaling import obs_scale
@@ -46,6 +47,7 @@ class DQN(OffPolicy):
         self.beta = None if prioritized is None else in_fractions(prioritized, parts.spec.steps).beta
         self.exploration = Exploration(self.net, self.generator, self.spec.epsilon, self.spec.temperature)
         self.flat = FlatNet(self.net)
+        self.one_row = OneRow.of(self.net, parts.spec.net, self._shown, parts.device)
         # An equal copy, with a vector of its own.
         twin = self.actor(parts.spec, parts.obs_shape, parts.head).to(parts.device).requires_grad_(False)
         twin.load_state_dict(self.net.state_dict())
@@ -74,7 +76,9 @@ class DQN(OffPolicy):
 
     def act(self, obs: Tensor, noise: ExplorationNoise, t: int, progress: float) -> Tensor:
         layers = None if noise.layers is None else noise.layers[t]
-        return self.exploration.chosen(lambda: self.net.q(obs, layers), noise, t, progress, self.episodes.mask)
+        quick = self.one_row
+        q = (lambda: self.net.q(obs, layers)) if quick is None else (lambda: quick(obs.numpy()))
+        return self.exploration.chosen(q, noise, t, progress, self.episodes.mask)
 
     @torch.no_grad()
     def learn(self, updates: int, progress: float) -> Tensor:

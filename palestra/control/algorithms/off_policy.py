@@ -37,7 +37,7 @@ class OffPolicy(Algorithm):
 
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
-        self.head, self.frames = parts.head, parts.spec.train.frames
+        self.head, self.frames, self.precision = parts.head, parts.spec.train.frames, parts.spec.train.precision
         self.fresh = parts.spec.init is None  # a trained policy fills the memory itself
         self.sampled_rows = self.spec.batch
         """Of the memory, in a batch: transitions, or sequences of them."""
@@ -80,7 +80,8 @@ class OffPolicy(Algorithm):
 
     def step(self, progress: float) -> dict[str, float]:
         """Act for `horizon` vector steps, and learn every `update_every` of them once there is enough to learn from."""
-        with self.span("interact"):
+        # A few rows: rounding the factors to bfloat16 would cost more than the products.
+        with self.span("interact"), torch.no_grad(), products("fp32"):
             return self._step(progress)
 
     def _step(self, progress: float) -> dict[str, float]:
@@ -95,13 +96,11 @@ class OffPolicy(Algorithm):
             now = progress + (episodes.frame - began) / self.frames
             self._shown[:] = episodes.now
             mask = episodes.mask
-            # A few rows: rounding the factors to bfloat16 would cost more than the products.
-            with torch.no_grad(), products("fp32"):
-                stored = self.observe(self._shown_tensor)
-                if episodes.frame >= spec.start or not self.fresh:
-                    actions = self.act(self._shown_tensor.to(self.device), noise, t, now)
-                else:
-                    actions = random[t] if mask is None else random_allowed(mask, self.generator)
+            stored = self.observe(self._shown_tensor)
+            if episodes.frame >= spec.start or not self.fresh:
+                actions = self.act(self._shown_tensor.to(self.device), noise, t, now)
+            else:
+                actions = random[t] if mask is None else random_allowed(mask, self.generator)
             transition = episodes.step(self.head.to_env(actions))
             self._check(transition)
             if mask is not None and episodes.mask is not None:
@@ -113,7 +112,7 @@ class OffPolicy(Algorithm):
                 columns = [rewards, np.logical_or(terminated, truncated)] + ([] if valid is None else [valid])
                 self.rewards.update(*(torch.as_tensor(column)[None].to(self.device) for column in columns))
             if (t + 1) % spec.update_every == 0 and episodes.frame >= spec.start:
-                with no_denormals():
+                with no_denormals(), products(self.precision):
                     totals += self.learn(at_once, min(now, 1.0))
         if self.obs_scale is not None:
             self.obs_scale.update(*self.memory.newest(spec.horizon))

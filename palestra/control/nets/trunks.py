@@ -262,14 +262,14 @@ class Mlp(nn.Module):
         self.size = sizes[-1]
         self.activation = ACTIVATIONS[spec.activation]
         gain = math.sqrt(2) if spec.orthogonal else None
-        self._linears = [linear(i, o, gain, noisy) for i, o in pairwise(sizes)]
-        self.layers = nn.ModuleList(self._linears)
+        self.linears = [linear(i, o, gain, noisy) for i, o in pairwise(sizes)]
+        self.layers = nn.ModuleList(self.linears)
         self._norms = [nn.LayerNorm(o) for o in sizes[1:]] if spec.layer_norm else []
         self.norms = nn.ModuleList(self._norms)
 
     def forward(self, x: Tensor, noise: Sequence[Tensor] | None = None) -> Tensor:
         """(B, first size) to (B, last size); `noise` of each layer, where they are noisy."""
-        for i, layer in enumerate(self._linears):
+        for i, layer in enumerate(self.linears):
             x = affine(x, layer, None if noise is None else noise[i])
             if self._norms:
                 x = self._norms[i].forward(x)

@@ -50,7 +50,7 @@ class ActionValues(Actor):
         number = 1 if self.advantage_stream is None else 1 + len(self.advantage_stream.layers)
         first, second = (None, None) if parts is None else (parts[:number], parts[number:])
         values = _branch(hidden, self.advantage_stream, self.advantage_head, first)
-        values = values.unflatten(-1, (self.head.outputs, self.outputs))
+        values = values.unsqueeze(-1) if self.outputs == 1 else values.unflatten(-1, (self.head.outputs, self.outputs))
         if self.value_head is None:
             return values
         # Without the mean taken out, a constant could move between the two (Wang et al. 2016, eq. 9).
@@ -59,7 +59,9 @@ class ActionValues(Actor):
 
     def expected(self, outputs: Tensor) -> Tensor:
         """The mean return of what `action_values` gives, (..., A)."""
-        return outputs.mean(dim=-1) if self.support is None else outputs.softmax(dim=-1) @ self.support
+        if self.support is not None:
+            return outputs.softmax(dim=-1) @ self.support
+        return outputs.squeeze(-1) if self.outputs == 1 else outputs.mean(dim=-1)
 
 
 def _branch(hidden: Tensor, stream: Mlp | None, last: nn.Linear, noise: Sequence[Tensor] | None) -> Tensor:
@@ -344,11 +346,10 @@ class Exploration:
             return (scores + noise.gumbel[t].to(scores.device)).argmax(dim=1)
         epsilon = value(progress=progress, **self.epsilon.arguments())
         random = noise.chance[t] < epsilon
+        if not random.any():
+            return values().argmax(dim=1)
         others = noise.random[t] if mask is None else _allowed(noise.chance[t] / max(epsilon, 1e-12), mask)
-        if random.all():
-            return others
-        best = values().argmax(dim=1)
-        return best if not random.any() else torch.where(torch.from_numpy(random), others, best.cpu())
+        return others if random.all() else torch.where(torch.from_numpy(random), others, values().argmax(dim=1).cpu())
 
 
 def _allowed(uniform: np.ndarray, mask: np.ndarray) -> Tensor:
