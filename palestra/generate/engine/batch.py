@@ -1,6 +1,5 @@
 """The running batch: the waiting queue, which prompts a burst computes, and the state of every row."""
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -137,9 +136,9 @@ class BurstOutput:
         self.finite = bool(steps.logprobs.isfinite().all())
         """Whether all log-probabilities are finite, those of idle rows included."""
         self._counts = steps.counted.sum(0).tolist()
-        self._tokens, self._logprobs = steps.tokens.T.long().numpy(), steps.logprobs.T.double().numpy()
+        self._tokens, self._logprobs = steps.tokens.T.tolist(), steps.logprobs.T.tolist()
 
-    def in_row(self, row: int, alternatives: int) -> "tuple[array[int], array[float], list[Alternatives]]":
+    def in_row(self, row: int, alternatives: int) -> tuple[list[int], list[float], list[Alternatives]]:
         """Tokens of the row's sequence, their log-probabilities, and the alternatives to each."""
         count, top = self._counts[row], []
         if alternatives:
@@ -147,8 +146,7 @@ class BurstOutput:
             for pairs in map(zip, likeliest, self._steps.top_logprobs[:count, row].tolist()):
                 # What the filters took away has −inf.
                 top.append(tuple(pair for pair in pairs if pair[1] > float("-inf"))[:alternatives])
-        new, logprobs = self._tokens[row, :count].tobytes(), self._logprobs[row, :count].tobytes()
-        return array("q", new), array("d", logprobs), top
+        return self._tokens[row][:count], self._logprobs[row][:count], top
 
 
 class Burst(NamedTuple):

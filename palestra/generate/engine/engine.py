@@ -2,7 +2,6 @@
 
 import math
 import threading
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -396,7 +395,6 @@ class Engine:
             if sample.active and (count := scheduler.lacking(sample)):
                 self._runner.host.add_pages(sample.row, len(sample.pages), new := pool.take(count))
                 sample.pages += new
-                scheduler.remember(sample)  # while the device works, not all at once when it has ended
 
     def _decode(self) -> bool:
         """Start sampling in all active rows, and deliver the tokens of the burst before; these too without `ahead`."""
@@ -448,8 +446,8 @@ class Engine:
             tokens, logprobs, top = sampled.in_row(row, sample.job.sampling.logprobs)
             if not sampled.finite and not all(map(math.isfinite, logprobs)):
                 raise PalestraError(f"non-finite log-probabilities with weights version {burst.version}")
-            each = 1 if sample.job.sink.streams else max(1, len(tokens))  # a stream gets token by token
-            for place in range(0, len(tokens), each):
+            each, full = 1 if sample.job.sink.streams else max(1, len(tokens)), sample.cached // PAGE
+            for place in range(0, len(tokens), each):  # a stream gets token by token
                 part = slice(place, place + each)
                 sample.cached += len(tokens[part])
                 try:
@@ -460,11 +458,14 @@ class Engine:
                 if ending is not None:
                     ended.append(ending)
                     break
+            else:
+                if sample.cached // PAGE > full:  # while the device works, not all at once when it has ended
+                    self._scheduler.remember(sample)
         with Uncollected():
             self._end([ending for ending in ended if ending.sample.active])  # not those of requests that were refused
 
     def _extend(
-        self, sample: Sample, version: int, tokens: "array[int]", logprobs: "array[float]", top: list[Alternatives]
+        self, sample: Sample, version: int, tokens: list[int], logprobs: list[float], top: list[Alternatives]
     ) -> Ending | None:
         """Add sampled tokens to a sample; how it has ended, if it has."""
         since, job, text, count = len(sample.tokens), sample.job, "", len(tokens)
@@ -477,7 +478,7 @@ class Engine:
                     break
         sample.tokens += tokens[:count]
         sample.logprobs += logprobs[:count]
-        sample.versions += array("q", [version]) * count
+        sample.versions += [version] * count
         sample.top += top[:count]
         self._generated += count
         if (ending := sample.ending(since, text)) is None and job.sink.streams:
@@ -488,7 +489,6 @@ class Engine:
         """Free the rows of samples, all at once, and deliver what they have."""
         self._free([sample for sample, *_ in ended if sample.row >= 0])
         done: list[EngineJob] = []
-        alike: dict[bytes, tuple[int, ...]] = {}  # most have the same versions: one tuple for all of them
         for sample, since, text, reason, match in ended:
             job, whole = sample.job, None
             if sample.text is not None:
@@ -498,10 +498,7 @@ class Engine:
                 whole = self.tokenizer.decode(sample.tokens, continues=True)
             if job.sink.streams:
                 job.sink.put(sample.chunk(since, text, reason))
-            versions = sample.versions.tobytes()
-            if versions not in alike:
-                alike[versions] = tuple(sample.versions)
-            new = tuple(sample.tokens.tolist()), tuple(sample.logprobs.tolist()), alike[versions]
+            new = tuple(sample.tokens), tuple(sample.logprobs), tuple(sample.versions)
             job.generations[sample.index] = Generation(*new, reason, whole, tuple(sample.top), match)
             if len(job.generations) == job.request.n:
                 done.append(job)

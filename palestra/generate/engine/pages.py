@@ -103,6 +103,8 @@ class PagePool:
     def remember(self, pages: Sequence[int], tokens: Sequence[int] | Joined, count: int) -> None:
         """The first pages of a sequence, as many as `count` of its tokens fill, hold what these tokens give."""
         most, first = min(count // PAGE, len(pages)), 0
+        if most and pages[most - 1] in self._keys:  # then so are those before it
+            return
         while first < most and pages[first] in self._keys:
             first += 1
         parent = self._number[pages[first - 1]] if first else 0

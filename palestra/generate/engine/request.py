@@ -2,7 +2,6 @@
 
 import itertools
 import secrets
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -271,9 +270,9 @@ class Sample:
     """How many tokens, at most, are being sampled that the host has not seen."""
     shareable: bool = True
     """Whether its pages hold what the current weights compute."""
-    tokens: "array[int]" = field(default_factory=lambda: array("q"))
-    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
-    versions: "array[int]" = field(default_factory=lambda: array("q"))
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     top: list[Alternatives] = field(default_factory=list)
 
     @property
