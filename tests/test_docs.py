@@ -361,6 +361,16 @@ def test_page_names_all_that_there_is(page: str, names: Collection[str]) -> None
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
+PACKAGES = {path.parent.name for path in (ROOT / "palestra").glob("*/__init__.py")}
+
+
+def test_readme_and_agents_page_place_every_package_on_a_floor() -> None:
+    floors = next(block.text for block in README.blocks if block.text.startswith("cli"))
+    rows = re.findall(r"^\| `(\w+)` +\|", (ROOT / "AGENTS.md").read_text(), re.MULTILINE)
+    assert PACKAGES - {word for line in floors.splitlines() for word in line[:32].split()} == set()
+    assert PACKAGES - set(rows) == set()
+
+
 def test_readme_table_names_every_control_algorithm_and_counts_the_presets() -> None:
     rows = {
         line.split("]")[0].lstrip("| ["): line.lower() for line in README.text.splitlines() if line.startswith("| [")
