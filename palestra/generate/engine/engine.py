@@ -29,6 +29,7 @@ from palestra.generate.engine.request import (
     Sample,
     StopWatch,
     TokenSink,
+    check_tokens,
     checked,
 )
 from palestra.generate.engine.sampler import Needs
@@ -224,6 +225,7 @@ class Engine:
         """Log-probabilities of all tokens but the first, given those before; and the likeliest in place of each."""
         if len(tokens) > self.context:
             raise PromptTooLong(f"{len(tokens)} tokens are more than the context of {self.context}")
+        check_tokens(tokens, (), self.model.shape.vocab or 0)
         logprobs: list[float] = []
         top: list[Alternatives] = []
         with self._turns.taken():

@@ -329,6 +329,16 @@ class Ending(NamedTuple):
     """The stop string or token that ended it."""
 
 
+def check_tokens(prompt: Sequence[int], others: Sequence[int], vocab: int) -> None:
+    """Refuse an empty prompt, and tokens of it or others that the model does not have."""
+    if not prompt:
+        raise UsageError("the prompt is empty: it needs at least one token, such as the one that begins a text")
+    named = (*prompt, *others) if others else prompt
+    if not 0 <= min(named) <= max(named) < vocab:
+        token = next(token for token in named if not 0 <= token < vocab)
+        raise UsageError(f"token {token} is not in the model's vocabulary of {vocab}")
+
+
 def checked(
     request: Request,
     sink: TokenSink,
@@ -349,13 +359,8 @@ def checked(
         raise PromptTooLong(
             f"the prompt has {len(prompt)} tokens, but prompt and completion share a context of {context}"
         )
-    if not prompt:
-        raise UsageError("the prompt is empty: it needs at least one token, such as the one that begins a text")
     bias = sampling.logit_bias or {}
-    named = (*prompt, *sampling.stop_ids, *bias) if sampling.stop_ids or bias else prompt
-    if not 0 <= min(named) <= max(named) < vocab:
-        token = next(token for token in named if not 0 <= token < vocab)
-        raise UsageError(f"token {token} is not in the model's vocabulary of {vocab}")
+    check_tokens(prompt, (*sampling.stop_ids, *bias), vocab)
     if request.n < 1:
         raise UsageError(f"n = {request.n!r}: expected at least 1")
     for name, (expected, right) in LIMITS.items():
