@@ -220,6 +220,7 @@ def test_penalties_and_guide_together():
         ({"regex": "(a"}, "the guide's regex is invalid: unclosed group"),
         ({"regex": "(?!a)b"}, "look-around, including look-ahead and look-behind, is not supported"),
         ({"regex": "ab\\\\\\"}, "it ends in the middle of an escape"),
+        ({"regex": "a\ud800"}, "the guide's regex is not valid Unicode: character 1 is half a surrogate pair"),
         ({"regex": ""}, "allows nothing but the empty text"),
         ({"choice": ()}, "allows nothing but the empty text"),
         ({"json": {"type": "nothing"}}, "the guide's json is invalid: Invalid type: nothing"),

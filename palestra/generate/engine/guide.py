@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from palestra.data.tokenizers import Tokenizer
+from palestra.data.tokenizers import Tokenizer, check_unicode
 from palestra.errors import UsageError, needs_extra
 from palestra.generate.types import Guide
 
@@ -138,6 +138,7 @@ def _lark(guide: Guide) -> str:
         return f"start: %json {json.dumps({'x-guidance': WHITESPACE, **guide.json})}{OPTIONS}"
     if guide.grammar is not None:
         return guide.grammar + OPTIONS
+    check_unicode(guide.regex or "", "the guide's regex")
     # As one expression: a rule with thousands of choices is too complex for its parser.
     regex = guide.regex if guide.regex is not None else "|".join(map(_literal, guide.choice or ()))
     if re.search(r"(?<!\\)(\\\\)*\\\Z", regex):  # which would be dropped

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from palestra.data.media import check_places, content_keys, rope_positions
-from palestra.data.tokenizers import Detokenizer, Tokenizer
+from palestra.data.tokenizers import Detokenizer, Tokenizer, check_unicode
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine.guide import CompiledGuide
 from palestra.generate.engine.kv_cache import Looked
@@ -379,6 +379,7 @@ def checked(
             raise UsageError("a stop string is empty: leave it out")
         if len(stop) > LONGEST_STOP:
             raise UsageError(f"a stop string has {len(stop)} characters: expected at most {LONGEST_STOP}")
+        check_unicode(stop, "a stop string")
     if sampling.stop and not has_text:
         raise UsageError("stop strings need a tokenizer, and this engine has none: give stop_ids")
     if len(bias) > MOST_BIASED:
