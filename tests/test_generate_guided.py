@@ -208,6 +208,16 @@ def test_guide_that_no_token_can_follow_fails_its_own_request_alone():
     assert engine.metrics()["running"] == engine.metrics()["requests"] == 0
 
 
+def test_run_with_a_guide_that_no_token_can_follow_raises_and_leaves_nothing_behind():
+    tokenizer = small_tokenizer()
+    engine = engine_of(tokenizer=tokenizer, model=small_model(vocab=tokenizer.vocab_size))
+    wrong, right = Sampling(guide=Guide(regex="ab#"), max_new_tokens=9), Sampling(max_new_tokens=9, ignore_eos=True)
+    with pytest.raises(UsageError, match="no token of the model continues"):
+        engine.run([Request((5, 6), right, n=9), Request((5, 6), wrong)])
+    assert engine.metrics()["running"] == engine.metrics()["requests"] == 0
+    assert len(engine.run([Request((5, 6), right)])[0].generations[0].tokens) == 9
+
+
 def test_penalties_and_guide_together():
     bias = dict.fromkeys(TOKENIZER.encode("no"), 50.0)
     found = ask(Guide(choice=("yes", "no")), n=10, logit_bias=bias, repetition_penalty=1.1, seed=0)

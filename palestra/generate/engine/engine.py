@@ -198,6 +198,7 @@ class Engine:
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """Generate for all requests here and now; results in their order."""
         done: dict[int, Result] = {}
+        errors: list[BaseException] = []
         ids: list[str] = []
         portion = self._runner.portion // 4  # the device has nothing else to do yet
         try:
@@ -205,12 +206,14 @@ class Engine:
                 fresh = 0
                 while len(ids) < len(requests) and len(ids) - len(done) < self.max_waiting:
                     fresh += len(requests[len(ids)].prompt)
-                    ids.append(self.submit(requests[len(ids)], Collect(done, len(ids))))
+                    ids.append(self.submit(requests[len(ids)], Collect(done, errors, len(ids))))
                     if fresh >= portion:  # the device begins, the host goes on
                         self.burst(prompts_only=True)
                         fresh, portion = 0, self._runner.portion
                 if not self.burst() and self._paused:
                     raise PalestraError("the engine is paused: resume it before a run")
+                if errors:  # of one request alone: others end the burst
+                    raise errors[0]
         except BaseException:
             # The caller no longer waits for the others.
             for id in (id for place, id in enumerate(ids) if place not in done):

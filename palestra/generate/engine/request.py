@@ -190,16 +190,18 @@ class TokenSink(Protocol):
 
 
 class Collect:
-    """Keeps the result of a request of `run`; an error is raised by the burst itself."""
+    """Keeps what becomes of a request of `run`."""
 
     streams = False
 
-    def __init__(self, done: dict[int, Result], place: int):
-        self.done, self.place = done, place
+    def __init__(self, done: dict[int, Result], errors: list[BaseException], place: int):
+        self.done, self.errors, self.place = done, errors, place
 
     def put(self, item: Chunk | Result | BaseException) -> None:
         if isinstance(item, Result):
             self.done[self.place] = item
+        elif isinstance(item, BaseException):
+            self.errors.append(item)
 
 
 @dataclass(eq=False, slots=True)
