@@ -139,6 +139,7 @@ class Engine:
         job = checked(request, sink, vocab=vocab, context=self.context, eos=self.eos, has_text=has_text, vision=vision)
         if job.sampling.guide is not None:
             job.guide = self.compile(job.sampling.guide)
+            job.guide.start(job.ends)  # refused where it cannot begin
         with self._inbox:
             if self.failure is not None:
                 raise EngineFailed(self.failure)

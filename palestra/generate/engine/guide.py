@@ -55,9 +55,10 @@ class GuideMatcher:
         )
         if error and not error.startswith("NoExtension"):
             raise GuideFailed(f"the guide is too complex to follow: {_reason(error)}")
-        if complete and not accepts:
-            raise GuideFailed("no token of the model continues the completion as its guide asks for")
         allowed[self._ends] = accepts
+        if not accepts and (complete or not allowed.any()):
+            ending = "" if complete else ", but for those that end it: give other end tokens"
+            raise GuideFailed(f"no token of the model continues the completion as its guide asks for{ending}")
         return allowed, complete
 
 
