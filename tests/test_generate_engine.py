@@ -489,6 +489,7 @@ def test_requests_that_cannot_be_done_are_refused_by_name():
         ({"stop": ("x",)}, "stop strings need a tokenizer"),
         ({"stop": ("x", "")}, "stop string is empty"),
         ({"stop": ("x",) * 17}, "17 stop strings: expected at most 16"),
+        ({"stop": ("x\ud800",)}, "a stop string is not valid Unicode: character 1 is half a surrogate pair"),
         ({"stop": ("x" * 1001,)}, "stop string has 1001 characters: expected at most 1000"),
         ({"stop_ids": tuple(range(20, 30))}, "20 end tokens: expected at most 16"),
     ):

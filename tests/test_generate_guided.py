@@ -1,6 +1,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 
 import jsonschema
 import numpy as np
@@ -196,16 +197,31 @@ def test_stream_and_abort_of_a_guided_request():
 def test_guide_that_no_token_can_follow_fails_its_own_request_alone():
     tokenizer = small_tokenizer()  # letters, space, full stop
     model = small_model(vocab=tokenizer.vocab_size)
-    engine, failed, fine = engine_of(tokenizer=tokenizer, model=model), Listener(), Listener()
+    engine, failed, ended, fine = engine_of(tokenizer=tokenizer, model=model), Listener(), Listener(), Listener()
     prompt = tuple(tokenizer.encode("abc"))
     engine.submit(Request(prompt, Sampling(guide=Guide(regex="ab#"), max_new_tokens=9), n=3), failed)
+    stops = Sampling(guide=Guide(regex="abc"), stop_ids=tuple(tokenizer.encode("b")))
+    engine.submit(Request(prompt, stops, n=3), ended)
     engine.submit(Request(prompt, Sampling(max_new_tokens=20, ignore_eos=True)), fine)
+    with pytest.raises(UsageError, match=r"no token of the model continues .* but for those that end it"):
+        engine.submit(Request(prompt, replace(stops, stop_ids=tuple(tokenizer.encode("a")))), Listener())
     while fine.result is None:
         engine.burst()
-    assert isinstance(failed.error, UsageError)
-    assert "no token of the model continues" in str(failed.error)
+    for listener in (failed, ended):
+        assert isinstance(listener.error, UsageError)
+        assert "no token of the model continues" in str(listener.error)
     assert len(fine.result.generations[0].tokens) == 20
     assert engine.metrics()["running"] == engine.metrics()["requests"] == 0
+
+
+def test_run_with_a_guide_that_no_token_can_follow_raises_and_leaves_nothing_behind():
+    tokenizer = small_tokenizer()
+    engine = engine_of(tokenizer=tokenizer, model=small_model(vocab=tokenizer.vocab_size))
+    wrong, right = Sampling(guide=Guide(regex="ab#"), max_new_tokens=9), Sampling(max_new_tokens=9, ignore_eos=True)
+    with pytest.raises(UsageError, match="no token of the model continues"):
+        engine.run([Request((5, 6), right, n=9), Request((5, 6), wrong)])
+    assert engine.metrics()["running"] == engine.metrics()["requests"] == 0
+    assert len(engine.run([Request((5, 6), right)])[0].generations[0].tokens) == 9
 
 
 def test_penalties_and_guide_together():
@@ -220,6 +236,7 @@ def test_penalties_and_guide_together():
         ({"regex": "(a"}, "the guide's regex is invalid: unclosed group"),
         ({"regex": "(?!a)b"}, "look-around, including look-ahead and look-behind, is not supported"),
         ({"regex": "ab\\\\\\"}, "it ends in the middle of an escape"),
+        ({"regex": "a\ud800"}, "the guide's regex is not valid Unicode: character 1 is half a surrogate pair"),
         ({"regex": ""}, "allows nothing but the empty text"),
         ({"choice": ()}, "allows nothing but the empty text"),
         ({"json": {"type": "nothing"}}, "the guide's json is invalid: Invalid type: nothing"),

@@ -168,6 +168,30 @@ def test_abort_of_a_request_that_waits_for_pages_again_delivers_what_it_has():
     assert engine.metrics()["requests"] == engine.metrics()["waiting"] == 0
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_beginning_that_others_share_is_computed_once_also_where_the_first_is_aborted(exact):
+    model, prompt = small_model(context=600), prompt_of(400)
+    engine, listeners = engine_of(model, prefill_tokens=100, exact=exact), [Listener() for _ in range(3)]
+    id = engine.submit(Request(prompt, Sampling(max_new_tokens=5)), Listener())
+    engine.burst()  # 128 tokens
+    asked = [Request((*prompt[: 390 - 100 * i], *prompt_of(30, i)), Sampling(seed=i, max_new_tokens=5)) for i in (0, 1)]
+    for request, listener in zip([*asked, asked[0]], listeners, strict=True):
+        engine.submit(request, listener)
+    engine._take_in()
+    engine._scheduler.admit(10**6)
+    engine.abort(id)
+    while engine.burst():
+        check_rows(engine)
+    whole, half = 390 // PAGE * PAGE, 290 // PAGE * PAGE
+    assert engine.metrics()["prefill_tokens"] == 419 + 319 - half
+    before = engine.metrics()["prefill_tokens"]
+    (later,) = engine.run([Request((*prompt[:390], 5, 6), Sampling(seed=2, max_new_tokens=5))])
+    assert engine.metrics()["prefill_tokens"] - before == 391 - whole
+    for request, found in zip([*asked, asked[0], Request(later.prompt, Sampling(seed=2, max_new_tokens=5))],
+                              [*(listener.result for listener in listeners), later], strict=True):  # fmt: skip
+        assert found.generations == engine_of(model).run([request])[0].generations
+
+
 def test_one_that_shares_a_prompt_that_is_aborted_computes_the_rest_itself():
     model = small_model(context=600)
     engine, first, second = engine_of(model, prefill_tokens=300), Listener(), Listener()

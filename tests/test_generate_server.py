@@ -273,6 +273,8 @@ def test_openai_client_gets_its_own_errors(server: tuple[str, Engine], client: o
         ("/v1/completions", {"prompt": "a" * 400}, 400, "context"),
         ("/v1/completions", {"prompt": "a" * 400, "stream": True}, 400, "context"),
         ("/v1/completions", {"prompt": "a" * 1_000_000}, 400, "1,000,000 characters"),
+        ("/v1/completions", {"prompt": [99999], "echo": True, "logprobs": 1}, 400, "token 99999"),
+        ("/v1/completions", {"prompt": [[]], "echo": True, "logprobs": 1}, 400, "empty"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 1_000_000}]}, 400, "characters"),
         ("/v1/chat/completions", {}, 400, "messages"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),

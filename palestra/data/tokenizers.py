@@ -240,8 +240,7 @@ class Tokenizer:
     def _explained(self, texts: Sequence[str], error: Exception) -> UsageError:
         """The library's error, in terms of the text that caused it."""
         for text in texts:
-            if lone := re.search("[\ud800-\udfff]", text):
-                return UsageError(f"the text is not valid Unicode: character {lone.start()} is half a surrogate pair")
+            check_unicode(text, "the text")
         if isinstance(self._backend.model, models.WordLevel):
             for name in self._secret.values():
                 texts = [text.replace(name, "") for text in texts]
@@ -286,6 +285,12 @@ class Detokenizer:
     def finish(self) -> str:
         """The rest at the end: U+FFFD for an incomplete character."""
         return self._utf8.decode(b"", final=True)
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Refuse a text that UTF-8 cannot spell."""
+    if lone := re.search("[\ud800-\udfff]", text):
+        raise UsageError(f"{what} is not valid Unicode: character {lone.start()} is half a surrogate pair")
 
 
 def token_texts(tokens: Sequence[int], tokenizer: Tokenizer) -> tuple[list[str], dict[int, str]]:

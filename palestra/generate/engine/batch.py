@@ -364,26 +364,27 @@ class Scheduler:
             other.row, self.rows[row] = row, other
         del self.rows[left:]
         for ended in samples:
-            ended.pages, ended.row, ended.active, ended.source = [], -1, False, None
+            ended.row, ended.active, ended.source = -1, False, None
         if self.sharing:
             self.sharing = [other for other in self.sharing if other.source is not None]
         return moves
 
     def _give_back(self, sample: Sample) -> None:
-        """The pages of a sample; others have to compute what it has not."""
+        """The pages of a sample; of those that it has not computed, the oldest other one that has them does."""
         lost = self._computing.intersection(sample.pages[sample.cached // PAGE :]) if self._computing else set()
-        if lost:
-            self._computing -= lost
-            self.pool.forget(sorted(lost))
         for other in self.sharing:
             if other.source is sample:
                 other.source = None
-        for other in self.rows if lost else ():
-            if other is not sample:  # it has to compute them itself
-                first = next((i for i, page in enumerate(other.pages) if page in lost), len(other.pages))
+        for other in sorted(self.rows, key=lambda other: other.age) if lost else ():
+            if other is not sample and not lost.isdisjoint(other.pages):
+                first = next(i for i, page in enumerate(other.pages) if page in lost)
                 other.cached = min(other.cached, first * PAGE)
+                lost.difference_update(other.pages)
+        self._computing -= lost
+        self.pool.forget(sorted(lost))
         self.remember(sample)
         self.pool.release(sample.pages)
+        sample.pages = []
 
     def put_back(self, sample: Sample) -> None:
         """Let a sample that was released go on later: what it had cached is computed again."""

@@ -29,6 +29,7 @@ from palestra.generate.engine.request import (
     Sample,
     StopWatch,
     TokenSink,
+    check_tokens,
     checked,
 )
 from palestra.generate.engine.sampler import Needs
@@ -138,6 +139,7 @@ class Engine:
         job = checked(request, sink, vocab=vocab, context=self.context, eos=self.eos, has_text=has_text, vision=vision)
         if job.sampling.guide is not None:
             job.guide = self.compile(job.sampling.guide)
+            job.guide.start(job.ends)  # refused where it cannot begin
         with self._inbox:
             if self.failure is not None:
                 raise EngineFailed(self.failure)
@@ -197,6 +199,7 @@ class Engine:
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """Generate for all requests here and now; results in their order."""
         done: dict[int, Result] = {}
+        errors: list[BaseException] = []
         ids: list[str] = []
         portion = self._runner.portion // 4  # the device has nothing else to do yet
         try:
@@ -204,12 +207,14 @@ class Engine:
                 fresh = 0
                 while len(ids) < len(requests) and len(ids) - len(done) < self.max_waiting:
                     fresh += len(requests[len(ids)].prompt)
-                    ids.append(self.submit(requests[len(ids)], Collect(done, len(ids))))
+                    ids.append(self.submit(requests[len(ids)], Collect(done, errors, len(ids))))
                     if fresh >= portion:  # the device begins, the host goes on
                         self.burst(prompts_only=True)
                         fresh, portion = 0, self._runner.portion
                 if not self.burst() and self._paused:
                     raise PalestraError("the engine is paused: resume it before a run")
+                if errors:  # of one request alone: others end the burst
+                    raise errors[0]
         except BaseException:
             # The caller no longer waits for the others.
             for id in (id for place, id in enumerate(ids) if place not in done):
@@ -224,6 +229,7 @@ class Engine:
         """Log-probabilities of all tokens but the first, given those before; and the likeliest in place of each."""
         if len(tokens) > self.context:
             raise PromptTooLong(f"{len(tokens)} tokens are more than the context of {self.context}")
+        check_tokens(tokens, (), self.model.shape.vocab or 0)
         logprobs: list[float] = []
         top: list[Alternatives] = []
         with self._turns.taken():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from palestra.data.tokenizers import Tokenizer
+from palestra.data.tokenizers import Tokenizer, check_unicode
 from palestra.errors import UsageError, needs_extra
 from palestra.generate.types import Guide
 
@@ -55,9 +55,10 @@ class GuideMatcher:
         )
         if error and not error.startswith("NoExtension"):
             raise GuideFailed(f"the guide is too complex to follow: {_reason(error)}")
-        if complete and not accepts:
-            raise GuideFailed("no token of the model continues the completion as its guide asks for")
         allowed[self._ends] = accepts
+        if not accepts and (complete or not allowed.any()):
+            ending = "" if complete else ", but for those that end it: give other end tokens"
+            raise GuideFailed(f"no token of the model continues the completion as its guide asks for{ending}")
         return allowed, complete
 
 
@@ -138,6 +139,7 @@ def _lark(guide: Guide) -> str:
         return f"start: %json {json.dumps({'x-guidance': WHITESPACE, **guide.json})}{OPTIONS}"
     if guide.grammar is not None:
         return guide.grammar + OPTIONS
+    check_unicode(guide.regex or "", "the guide's regex")
     # As one expression: a rule with thousands of choices is too complex for its parser.
     regex = guide.regex if guide.regex is not None else "|".join(map(_literal, guide.choice or ()))
     if re.search(r"(?<!\\)(\\\\)*\\\Z", regex):  # which would be dropped

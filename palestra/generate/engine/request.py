@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from palestra.data.media import check_places, content_keys, rope_positions
-from palestra.data.tokenizers import Detokenizer, Tokenizer
+from palestra.data.tokenizers import Detokenizer, Tokenizer, check_unicode
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine.guide import CompiledGuide
 from palestra.generate.engine.kv_cache import Looked
@@ -190,16 +190,18 @@ class TokenSink(Protocol):
 
 
 class Collect:
-    """Keeps the result of a request of `run`; an error is raised by the burst itself."""
+    """Keeps what becomes of a request of `run`."""
 
     streams = False
 
-    def __init__(self, done: dict[int, Result], place: int):
-        self.done, self.place = done, place
+    def __init__(self, done: dict[int, Result], errors: list[BaseException], place: int):
+        self.done, self.errors, self.place = done, errors, place
 
     def put(self, item: Chunk | Result | BaseException) -> None:
         if isinstance(item, Result):
             self.done[self.place] = item
+        elif isinstance(item, BaseException):
+            self.errors.append(item)
 
 
 @dataclass(eq=False, slots=True)
@@ -329,6 +331,16 @@ class Ending(NamedTuple):
     """The stop string or token that ended it."""
 
 
+def check_tokens(prompt: Sequence[int], others: Sequence[int], vocab: int) -> None:
+    """Refuse an empty prompt, and tokens of it or others that the model does not have."""
+    if not prompt:
+        raise UsageError("the prompt is empty: it needs at least one token, such as the one that begins a text")
+    named = (*prompt, *others) if others else prompt
+    if not 0 <= min(named) <= max(named) < vocab:
+        token = next(token for token in named if not 0 <= token < vocab)
+        raise UsageError(f"token {token} is not in the model's vocabulary of {vocab}")
+
+
 def checked(
     request: Request,
     sink: TokenSink,
@@ -349,13 +361,8 @@ def checked(
         raise PromptTooLong(
             f"the prompt has {len(prompt)} tokens, but prompt and completion share a context of {context}"
         )
-    if not prompt:
-        raise UsageError("the prompt is empty: it needs at least one token, such as the one that begins a text")
     bias = sampling.logit_bias or {}
-    named = (*prompt, *sampling.stop_ids, *bias) if sampling.stop_ids or bias else prompt
-    if not 0 <= min(named) <= max(named) < vocab:
-        token = next(token for token in named if not 0 <= token < vocab)
-        raise UsageError(f"token {token} is not in the model's vocabulary of {vocab}")
+    check_tokens(prompt, (*sampling.stop_ids, *bias), vocab)
     if request.n < 1:
         raise UsageError(f"n = {request.n!r}: expected at least 1")
     for name, (expected, right) in LIMITS.items():
@@ -374,6 +381,7 @@ def checked(
             raise UsageError("a stop string is empty: leave it out")
         if len(stop) > LONGEST_STOP:
             raise UsageError(f"a stop string has {len(stop)} characters: expected at most {LONGEST_STOP}")
+        check_unicode(stop, "a stop string")
     if sampling.stop and not has_text:
         raise UsageError("stop strings need a tokenizer, and this engine has none: give stop_ids")
     if len(bias) > MOST_BIASED:
