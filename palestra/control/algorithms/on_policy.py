@@ -78,7 +78,8 @@ class OnPolicy(Algorithm):
         self.flat = FlatNet(net)
         self.adam = Adam.zeros(self.flat.vector, self.rule)
         own = zip(self.flat.names, self.flat.sizes, strict=True)
-        of_value = [torch.full((size,), name.startswith("value_")) for name, size in own]
+        # Also nets.0.value_head of several agents' networks.
+        of_value = [torch.full((size,), name.startswith("value_") or ".value_" in name) for name, size in own]
         self.of_value = torch.cat(of_value).to(self.device)
         """Which parameters are of the value alone."""
         self.memory = net.nothing(self.episodes.num_envs) if self.recurrent else None
