@@ -50,7 +50,11 @@ ACTIONS: dict[str, gym.Space] = {
     "boxes": spaces.Dict({"arm": spaces.Box(-1, 3, (2,)), "hand": spaces.Box(0, 1, (1, 2))}),
     "choices": spaces.Tuple((spaces.Discrete(3, start=1), spaces.MultiBinary(2), spaces.MultiDiscrete([2, 4]))),
     "bits": spaces.Dict({"a": spaces.MultiBinary(2), "b": spaces.MultiBinary(1)}),
+    "number": spaces.Box(-2, 2, (), np.float32),
+    "bits_in_a_tuple": spaces.MultiBinary((3,)),
 }
+KINDS = {"choices": "multi_discrete", "choices_2d": "multi_discrete", "bits": "multi_binary"}
+KINDS |= {"box_2d": "box", "number": "box", "boxes": "box", "bits_in_a_tuple": "multi_binary"}
 MIXTURE = spaces.Dict({"move": spaces.Box(-1, 1, (2,)), "press": spaces.Discrete(2)})
 UNKNOWN = [spaces.Text(4), spaces.Sequence(VECTOR), spaces.Dict({"a": VECTOR, "words": spaces.Text(3)})]
 
@@ -129,7 +133,8 @@ def test_structured_action_of_any_vector_is_in_the_environments_space_and_round_
     sampled = flat.sample()
     action = structured(flat.form, sampled)
     assert space.contains(action)
-    inner = [np.ravel(part) for part in (action.values() if isinstance(action, dict) else action)]
+    parts = list(action.values()) if isinstance(action, dict) else action if isinstance(action, tuple) else [action]
+    inner = [np.ravel(part) for part in parts]
     np.testing.assert_array_equal(np.concatenate(inner).astype(sampled.dtype), sampled)
     batch = structured(flat.form, np.stack([sampled, sampled]))
     first = batch[next(iter(batch))] if isinstance(batch, dict) else batch[0] if isinstance(batch, tuple) else batch
@@ -166,8 +171,7 @@ FEW += [("dqn", "mixed", "discrete"), ("sac", "mixed", "box")]
 def test_space_of_every_sort_is_trained_and_evaluated_in_or_refused_with_a_sentence(name, obs, actions):
     """The environment asserts that it is given actions of its own space."""
     env = vector(OBSERVATIONS[obs], ACTIONS[actions])
-    kind = {"box_2d": "box", "boxes": "box", "bits": "multi_binary", "choices": "multi_discrete"}.get(actions, actions)
-    kind = "multi_discrete" if actions == "choices_2d" else kind
+    kind = KINDS.get(actions, actions)
     if kind not in ALGORITHMS[name].supports:
         head = learner_on(env, "ppo", **SMALL["ppo"]).policy.head
         with pytest.raises(UsageError, match=f"{name} acts in spaces of type .* one of type {kind}: use "):
