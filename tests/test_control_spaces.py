@@ -39,6 +39,7 @@ OBSERVATIONS: dict[str, gym.Space] = {
     "images": spaces.Dict({"camera": IMAGE, "wrist": IMAGE}),
     "mixed": spaces.Dict({"camera": IMAGE, "joints": VECTOR, "mode": spaces.MultiDiscrete([2, 2])}),
     "nested": spaces.Tuple((spaces.Dict({"a": VECTOR, "b": spaces.Discrete(2)}), spaces.MultiBinary([2, 2]))),
+    "depth": spaces.Box(0, 5000, (4, 4), np.uint16),
 }
 ACTIONS: dict[str, gym.Space] = {
     "discrete": spaces.Discrete(3, start=2),
@@ -164,7 +165,7 @@ EVERY = [*product(SMALL, OBSERVATIONS, ["discrete", "box"]), *product(SMALL, ["v
 # Every sort of space once, each with another algorithm.
 FEW = [(list(SMALL)[i % len(SMALL)], obs, ["discrete", "box"][i % 2]) for i, obs in enumerate([*OBSERVATIONS, "mixed"])]
 FEW += [(name, "vector", actions) for i, actions in enumerate(ACTIONS) for name in (list(SMALL)[i % len(SMALL)], "ppo")]
-FEW += [("dqn", "mixed", "discrete"), ("sac", "mixed", "box")]
+FEW += [("dqn", "mixed", "discrete"), ("sac", "mixed", "box"), ("dqn", "depth", "discrete")]
 
 
 @pytest.mark.parametrize(("name", "obs", "actions"), fast_only(dict.fromkeys([*EVERY, *FEW]), *FEW))

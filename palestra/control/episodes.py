@@ -17,6 +17,12 @@ from palestra.rl.returns import discounted_returns
 EPISODE_WINDOW = 100  # finished episodes that the running return is averaged over
 
 
+def stored_dtype(dtype: np.dtype) -> np.dtype:
+    """The type that observations are stored in: torch hardly computes with unsigned integers of over a byte."""
+    wide = {np.dtype(np.uint16): np.dtype(np.int32), np.dtype(np.uint32): np.dtype(np.int64)}
+    return np.dtype(np.float32) if dtype.kind == "f" else wide.get(dtype, dtype)
+
+
 class NotFinite(PalestraError):
     """A reward, observation or loss is not finite."""
 
@@ -29,7 +35,7 @@ class Episodes:
         space = stepper.env.single_observation_space
         assert space.shape is not None
         assert space.dtype is not None
-        self.obs_dtype = np.dtype(np.float32) if space.dtype.kind == "f" else space.dtype
+        self.obs_dtype = stored_dtype(space.dtype)
         """Of observations as they are stored and as networks take them."""
         self.stepper, self.num_envs = stepper, n
         self.now = np.zeros((n, *space.shape), self.obs_dtype)
