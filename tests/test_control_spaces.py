@@ -270,6 +270,13 @@ def test_policy_state_of_parts_and_form_acts_the_same_when_restored():
         learner.policy.act({"camera": obs["camera"]})
 
 
+def test_as_many_choices_as_there_are_in_the_space_are_a_batch():
+    learner = learner_on(vector(OBSERVATIONS["discrete"], ACTIONS["discrete"]), "ppo", **SMALL["ppo"])
+    torch.nn.init.normal_(learner.net.policy_head.weight)
+    each = [learner.policy.act(choice) for choice in range(-1, 3)]
+    assert learner.policy.act(np.arange(-1, 3)).tolist() == each
+
+
 def test_state_round_trip_with_parts_and_a_structured_action_continues_identically():
     def made() -> Any:
         env = vector(OBSERVATIONS["dict"], ACTIONS["boxes"])
