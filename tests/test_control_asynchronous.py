@@ -118,6 +118,12 @@ def test_ends_of_the_processes_are_rows_of_the_joined_rollout() -> None:
     assert (rollout.ends % 5 == rollout.final_obs[:, 1]).all()
 
 
+def test_components_of_episodes_collected_elsewhere_are_logged(tmp_path: Path) -> None:
+    env = {"id": "test_control_hooks:TwoGoals", "num_envs": 4, "reward_weights": [1.0, 1.0], "components": ["energy"]}
+    run = palestra.run(spec_of(env=env, train={"frames": 320}), root=tmp_path, quiet=True)
+    assert {row["component/energy"] for row in run.metrics()} == {10.0}
+
+
 @pytest.mark.parametrize(
     "env", [{"id": "CartPole-v1"}, {"id": "Pendulum-v1", "normalize_obs": True, "normalize_reward": True}]
 )

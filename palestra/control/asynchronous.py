@@ -46,6 +46,7 @@ class Segment(NamedTuple):
     frames: int
     finished: int
     recent: list[tuple[float, int]]  # (return, length) of the last of those episodes
+    components: Sequence[dict[str, float]] = ()  # and the sums of `env.components` of these
 
 
 class HostedCollector:
@@ -112,7 +113,8 @@ class HostedCollector:
         columns = {name: None if column is None else column.numpy().copy() for name, column in vars(rollout).items()}
         ended = episodes.finished - finished
         recent = list(episodes.recent)[-ended:] if ended else []
-        return Segment(columns, episodes.frame - frame, ended, recent)
+        components = list(episodes.recent_components)[-ended:] if ended else []
+        return Segment(columns, episodes.frame - frame, ended, recent, components)
 
     def _state(self) -> dict[str, Any]:
         return {"episodes": self.episodes.state(), "generator": self.generator.get_state()}

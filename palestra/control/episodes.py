@@ -97,10 +97,17 @@ class Episodes:
             self.listener(self, actions, transition)
         return transition
 
-    def add(self, frames: int, finished: int, recent: Sequence[tuple[float, int]]) -> None:
-        """Count what was collected elsewhere: transitions, episodes, and (return, length) of the last of those."""
+    def add(
+        self,
+        frames: int,
+        finished: int,
+        recent: Sequence[tuple[float, int]],
+        components: Sequence[dict[str, float]],
+    ) -> None:
+        """Count what was collected elsewhere: transitions, episodes; (return, length) and components of the last."""
         self.frame, self.finished = self.frame + frames, self.finished + finished
         self.recent.extend(recent)
+        self.recent_components.extend(components)
 
     def check(self, what: str, numbers: np.ndarray, positions: Sequence[int] | np.ndarray, steps: int = 0) -> None:
         """Raise if a number is not finite.

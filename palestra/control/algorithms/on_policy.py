@@ -133,7 +133,7 @@ class OnPolicy(Algorithm):
         if isinstance(env := episodes.stepper.env, Elsewhere):
             segments = env.segments(net.state_dict())
             for segment in segments:
-                episodes.add(segment.frames, segment.finished, segment.recent)
+                episodes.add(segment.frames, segment.finished, segment.recent, segment.components)
             return env.rollout(segments)
         noise = head.noise(self.generator, self.collector.horizon, episodes.num_envs).to(device)
 
