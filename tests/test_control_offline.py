@@ -120,6 +120,8 @@ def test_run_stores_transitions_that_are_read_as_they_were(tmp_path):
     spec = {"kind": "control", "name": "made", "train": {"frames": 600}, "env": {"id": "Pendulum-v1", "num_envs": 3}}
     fields = {"name": "sac", "start": 300, "horizon": 100, "n_step": 3, "batch": 16, "buffer": 450}
     run = palestra.run({**spec, "algorithm": fields}, root=tmp_path, quiet=True, eval__episodes=1)
+    with pytest.raises(UsageError, match=r"transitions are written as \.npz"):
+        palestra.export(run, tmp_path / "data.parquet", to="transitions", which="last")
     said = palestra.export(run, tmp_path / "data.npz", to="transitions", which="last")
     assert said.endswith("450 transitions of Pendulum-v1")
     columns, _ = read_transitions(tmp_path / "data.npz")

@@ -15,7 +15,7 @@ from palestra.control.export import export, format_of
 from palestra.control.memory.replay import Replay
 from palestra.control.nets.heads import ActionHead
 from palestra.control.seeding import stream
-from palestra.control.transitions import write_transitions
+from palestra.control.transitions import READERS, write_transitions
 from palestra.errors import UsageError
 from palestra.kinds.control import load
 from palestra.runs.checkpoint import load as load_checkpoint
@@ -81,6 +81,8 @@ def export_run(run: Run, *, out: Path, to: str | None, which: str, env: Any = No
     """Write a run's policy as a file that runs without Palestra, or its transitions; a sentence on what is in it."""
     spec = _spec_of(run)
     form = to if to == "transitions" else format_of(out, to)
+    if form == "transitions" and out.suffix in READERS:
+        raise UsageError(f"{out}: transitions are written as .npz")
     with closing(make_single(spec.env, _factory(run, env))) as made:
         space = made.observation_space
     assert space.dtype is not None
