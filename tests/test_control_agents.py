@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import SHORT
 from gymnasium import spaces
+from probe_envs import learner_on
 
 import palestra
 from examples.control.meeting import Meeting
@@ -143,6 +144,16 @@ def test_separate_agents_have_the_outputs_and_gradients_of_their_own_networks(ki
     loss.backward()
     used = [any(p.grad is not None and p.grad.abs().sum() > 0 for p in each.parameters()) for each in net.nets]
     assert used == [False, True, False]
+
+
+def test_critic_lr_moves_the_values_of_all_separate_policies_alone():
+    given = {**ENV, "policies": 3}
+    env, small = make_vector(EnvSpec.model_validate(given), 6), {"horizon": 16, "minibatch": 16}
+    learner = learner_on(env, "ppo", given=given, net={"hidden": [8]}, lr=0.0, critic_lr=1e-3, **small)
+    before = {name: p.detach().clone() for name, p in learner.net.named_parameters()}
+    learner.step(0.0)
+    moved = {name for name, p in learner.net.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if "value_" in name}
 
 
 def test_separate_policies_train_resume_and_are_watched(tmp_path):

@@ -118,6 +118,21 @@ def test_ends_of_the_processes_are_rows_of_the_joined_rollout() -> None:
     assert (rollout.ends % 5 == rollout.final_obs[:, 1]).all()
 
 
+def test_components_of_episodes_collected_elsewhere_are_logged(tmp_path: Path) -> None:
+    env = {"id": "test_control_hooks:TwoGoals", "num_envs": 4, "reward_weights": [1.0, 1.0], "components": ["energy"]}
+    run = palestra.run(spec_of(env=env, train={"frames": 320}), root=tmp_path, quiet=True)
+    assert {row["component/energy"] for row in run.metrics()} == {10.0}
+
+
+def test_games_of_several_agents_are_collected_elsewhere(tmp_path: Path) -> None:
+    env = {"id": "pettingzoo:examples.control.meeting:Meeting", "num_envs": 6, "kwargs": {"steps": 4}, "policies": 3}
+    algorithm = {"horizon": 16, "minibatch": 32}
+    run = palestra.run(spec_of(env=env, algorithm=algorithm, train={"frames": 192}), root=tmp_path, quiet=True)
+    assert run.metrics()[-1]["episodes"] == 192 / 4
+    with pytest.raises(UsageError, match=r"whole games of the 3 agents of .*, and 2 of env\.num_envs = 6 would be"):
+        palestra.run(spec_of(env=env, algorithm=algorithm, cluster={"environments": 3}), root=tmp_path, quiet=True)
+
+
 @pytest.mark.parametrize(
     "env", [{"id": "CartPole-v1"}, {"id": "Pendulum-v1", "normalize_obs": True, "normalize_reward": True}]
 )

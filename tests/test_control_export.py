@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 
 import palestra
-from palestra.control.algorithms import ALGORITHMS
+from palestra.control.algorithms import algorithm_of
 from palestra.control.export import export, format_of
 from palestra.control.nets.actor_critic import Recurrent
 from palestra.control.nets.heads import ActionHead
@@ -37,6 +37,8 @@ CASES = {
     "sac box": ("sac", BOX, VECTOR, {}),
     "sac discrete": ("sac", spaces.Discrete(3), VECTOR, {}),
     "dqn": ("dqn", spaces.Discrete(3), VECTOR, {"algorithm.dueling": True}),
+    "dqn lstm": ("dqn", spaces.Discrete(3), VECTOR, {"net.recurrent": {"cell": "lstm", "size": 8}}),
+    "sac gru": ("sac", BOX, VECTOR, {"net.recurrent": {"cell": "gru", "size": 8}}),
     "td3": ("td3", BOX, VECTOR, {"net.layer_norm": True}),
     "crossq": ("crossq", BOX, VECTOR, {}),
 }
@@ -47,7 +49,7 @@ def policy_of(name: str, action_space: gym.Space, obs_shape: tuple[int, ...], fi
     data = {"kind": "control", "name": "x", "env": {"id": "X", "normalize_obs": len(obs_shape) < 3}}
     spec = load({**data, "algorithm": {"name": name}, "train": {"frames": 1000}}, overrides=fields).spec
     torch.manual_seed(0)
-    net = ALGORITHMS[name].actor(spec, obs_shape, ActionHead.of(action_space))
+    net = algorithm_of(spec).actor(spec, obs_shape, ActionHead.of(action_space))
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     for module in net.modules():
@@ -85,7 +87,8 @@ def test_exported_policy_acts_as_the_policy_for_any_batch(tmp_path, case, to):
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     for rows in (1, 7):
         obs = observations(shape, dtype, rows)
-        memory = [np.zeros((rows, policy.net.cell.memory), np.float32)] if isinstance(policy.net, Recurrent) else []
+        width = policy.net.cell.memory if isinstance(policy.net, Recurrent) else policy.net.memory
+        memory = [np.zeros((rows, width), np.float32)] if width else []
         policy.reset()
         for _ in range(3):
             actions, *memory = run_file(path, [obs, *memory])

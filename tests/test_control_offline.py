@@ -120,6 +120,8 @@ def test_run_stores_transitions_that_are_read_as_they_were(tmp_path):
     spec = {"kind": "control", "name": "made", "train": {"frames": 600}, "env": {"id": "Pendulum-v1", "num_envs": 3}}
     fields = {"name": "sac", "start": 300, "horizon": 100, "n_step": 3, "batch": 16, "buffer": 450}
     run = palestra.run({**spec, "algorithm": fields}, root=tmp_path, quiet=True, eval__episodes=1)
+    with pytest.raises(UsageError, match=r"transitions are written as \.npz"):
+        palestra.export(run, tmp_path / "data.parquet", to="transitions", which="last")
     said = palestra.export(run, tmp_path / "data.npz", to="transitions", which="last")
     assert said.endswith("450 transitions of Pendulum-v1")
     columns, _ = read_transitions(tmp_path / "data.npz")
@@ -137,6 +139,15 @@ def test_run_stores_transitions_that_are_read_as_they_were(tmp_path):
     ppo = palestra.run({**spec, "algorithm": {"name": "ppo", "minibatch": 96}}, root=tmp_path, quiet=True)
     with pytest.raises(UsageError, match="has no replay memory"):
         palestra.export(ppo, tmp_path / "no.npz", to="transitions")
+
+
+def test_rewards_and_flags_in_columns_of_one_are_read_as_numbers(tmp_path):
+    columns = {**write_file(tmp_path / "flat.npz", 10), "terminated": np.arange(10) % 3 == 0}
+    np.savez(tmp_path / "flat.npz", **columns)
+    np.savez(tmp_path / "deep.npz", **{k: v[:, None] if v.ndim == 1 else v for k, v in columns.items()})
+    flat, deep = (learner("iql", tmp_path / name).algorithm.memory for name in ("flat.npz", "deep.npz"))
+    assert torch.equal(flat.rewards, deep.rewards)
+    assert torch.equal(flat.discounts, deep.discounts)
 
 
 def test_names_of_d4rl_and_missing_successors_are_read(tmp_path):
@@ -221,7 +232,10 @@ def test_bad_files_are_refused_with_what_is_wrong(tmp_path):
         ("short", {"rewards": np.zeros(9)}, "columns of one length"),
         ("nan", {"rewards": np.full(10, np.nan)}, "rewards has numbers that are not finite"),
         ("wide", {"observations": np.zeros((10, 2))}, r"shape \(2,\), the environment's \(1,\)"),
+        ("after", {"next_observations": np.zeros((10, 2))}, r"next_observations have the shape \(2,\)"),
         ("acts", {"actions": np.zeros((10, 3))}, r"actions have the shape \(3,\)"),
+        ("pairs", {"rewards": np.zeros((10, 2))}, r"rewards has the shape \(10, 2\): expected one number a row"),
+        ("words", {"rewards": np.array(["much"] * 10)}, "rewards has entries that are missing, or not numbers"),
     ):
         np.savez(tmp_path / f"{name}.npz", terminated=np.ones(10), **{**columns, **changed})
         with pytest.raises(UsageError, match=message):
@@ -233,5 +247,6 @@ def test_bad_files_are_refused_with_what_is_wrong(tmp_path):
         learner("bc", tmp_path / "missing.npz")
     head = ActionHead.of(gym.spaces.Discrete(3, start=1))
     assert stored_actions(np.array([1, 3]), head, tmp_path).tolist() == [0, 2]
-    with pytest.raises(UsageError, match="outside of the environment's action space"):
-        stored_actions(np.array([0]), head, tmp_path)
+    for outside in (np.array([0]), np.array([1.5])):
+        with pytest.raises(UsageError, match="outside of the environment's action space"):
+            stored_actions(outside, head, tmp_path)

@@ -39,6 +39,7 @@ OBSERVATIONS: dict[str, gym.Space] = {
     "images": spaces.Dict({"camera": IMAGE, "wrist": IMAGE}),
     "mixed": spaces.Dict({"camera": IMAGE, "joints": VECTOR, "mode": spaces.MultiDiscrete([2, 2])}),
     "nested": spaces.Tuple((spaces.Dict({"a": VECTOR, "b": spaces.Discrete(2)}), spaces.MultiBinary([2, 2]))),
+    "depth": spaces.Box(0, 5000, (4, 4), np.uint16),
 }
 ACTIONS: dict[str, gym.Space] = {
     "discrete": spaces.Discrete(3, start=2),
@@ -50,7 +51,11 @@ ACTIONS: dict[str, gym.Space] = {
     "boxes": spaces.Dict({"arm": spaces.Box(-1, 3, (2,)), "hand": spaces.Box(0, 1, (1, 2))}),
     "choices": spaces.Tuple((spaces.Discrete(3, start=1), spaces.MultiBinary(2), spaces.MultiDiscrete([2, 4]))),
     "bits": spaces.Dict({"a": spaces.MultiBinary(2), "b": spaces.MultiBinary(1)}),
+    "number": spaces.Box(-2, 2, (), np.float32),
+    "bits_in_a_tuple": spaces.MultiBinary((3,)),
 }
+KINDS = {"choices": "multi_discrete", "choices_2d": "multi_discrete", "bits": "multi_binary"}
+KINDS |= {"box_2d": "box", "number": "box", "boxes": "box", "bits_in_a_tuple": "multi_binary"}
 MIXTURE = spaces.Dict({"move": spaces.Box(-1, 1, (2,)), "press": spaces.Discrete(2)})
 UNKNOWN = [spaces.Text(4), spaces.Sequence(VECTOR), spaces.Dict({"a": VECTOR, "words": spaces.Text(3)})]
 
@@ -129,7 +134,8 @@ def test_structured_action_of_any_vector_is_in_the_environments_space_and_round_
     sampled = flat.sample()
     action = structured(flat.form, sampled)
     assert space.contains(action)
-    inner = [np.ravel(part) for part in (action.values() if isinstance(action, dict) else action)]
+    parts = list(action.values()) if isinstance(action, dict) else action if isinstance(action, tuple) else [action]
+    inner = [np.ravel(part) for part in parts]
     np.testing.assert_array_equal(np.concatenate(inner).astype(sampled.dtype), sampled)
     batch = structured(flat.form, np.stack([sampled, sampled]))
     first = batch[next(iter(batch))] if isinstance(batch, dict) else batch[0] if isinstance(batch, tuple) else batch
@@ -159,15 +165,14 @@ EVERY = [*product(SMALL, OBSERVATIONS, ["discrete", "box"]), *product(SMALL, ["v
 # Every sort of space once, each with another algorithm.
 FEW = [(list(SMALL)[i % len(SMALL)], obs, ["discrete", "box"][i % 2]) for i, obs in enumerate([*OBSERVATIONS, "mixed"])]
 FEW += [(name, "vector", actions) for i, actions in enumerate(ACTIONS) for name in (list(SMALL)[i % len(SMALL)], "ppo")]
-FEW += [("dqn", "mixed", "discrete"), ("sac", "mixed", "box")]
+FEW += [("dqn", "mixed", "discrete"), ("sac", "mixed", "box"), ("dqn", "depth", "discrete")]
 
 
 @pytest.mark.parametrize(("name", "obs", "actions"), fast_only(dict.fromkeys([*EVERY, *FEW]), *FEW))
 def test_space_of_every_sort_is_trained_and_evaluated_in_or_refused_with_a_sentence(name, obs, actions):
     """The environment asserts that it is given actions of its own space."""
     env = vector(OBSERVATIONS[obs], ACTIONS[actions])
-    kind = {"box_2d": "box", "boxes": "box", "bits": "multi_binary", "choices": "multi_discrete"}.get(actions, actions)
-    kind = "multi_discrete" if actions == "choices_2d" else kind
+    kind = KINDS.get(actions, actions)
     if kind not in ALGORITHMS[name].supports:
         head = learner_on(env, "ppo", **SMALL["ppo"]).policy.head
         with pytest.raises(UsageError, match=f"{name} acts in spaces of type .* one of type {kind}: use "):
@@ -263,6 +268,13 @@ def test_policy_state_of_parts_and_form_acts_the_same_when_restored():
     assert ACTIONS["boxes"].contains(action)
     with pytest.raises(UsageError, match="with the parts camera, joints, mode"):
         learner.policy.act({"camera": obs["camera"]})
+
+
+def test_as_many_choices_as_there_are_in_the_space_are_a_batch():
+    learner = learner_on(vector(OBSERVATIONS["discrete"], ACTIONS["discrete"]), "ppo", **SMALL["ppo"])
+    torch.nn.init.normal_(learner.net.policy_head.weight)
+    each = [learner.policy.act(choice) for choice in range(-1, 3)]
+    assert learner.policy.act(np.arange(-1, 3)).tolist() == each
 
 
 def test_state_round_trip_with_parts_and_a_structured_action_continues_identically():

@@ -172,3 +172,7 @@ def test_zip_that_does_not_fit_is_refused_with_what_to_do(tmp_path):
     model.save(tmp_path / "sde")
     with pytest.raises(UsageError, match="use_sde is not supported"):
         import_model(tmp_path / "sde.zip", "Pendulum-v1")
+    model = sb3.SAC("MlpPolicy", "Pendulum-v1", policy_kwargs={"n_critics": 1, "net_arch": [8]}, buffer_size=200)
+    model.save(tmp_path / "single")
+    with pytest.raises(UsageError, match="expected two critics"):
+        learner(tmp_path / "single.zip", "Pendulum-v1")

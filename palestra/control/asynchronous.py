@@ -24,7 +24,7 @@ from torch import Tensor
 
 from palestra.cluster.actor import Actor, ActorLost
 from palestra.control.collector import Collector, Rollout
-from palestra.control.envs.make import Factory, make_vector
+from palestra.control.envs.make import Factory, evaluation_vector, make_vector
 from palestra.control.envs.snapshot import vector_exactness
 from palestra.control.envs.stepping import EnvironmentFailed, Stepper
 from palestra.control.envs.vector import shares
@@ -46,6 +46,7 @@ class Segment(NamedTuple):
     frames: int
     finished: int
     recent: list[tuple[float, int]]  # (return, length) of the last of those episodes
+    components: Sequence[dict[str, float]] = ()  # and the sums of `env.components` of these
 
 
 class HostedCollector:
@@ -112,7 +113,8 @@ class HostedCollector:
         columns = {name: None if column is None else column.numpy().copy() for name, column in vars(rollout).items()}
         ended = episodes.finished - finished
         recent = list(episodes.recent)[-ended:] if ended else []
-        return Segment(columns, episodes.frame - frame, ended, recent)
+        components = list(episodes.recent_components)[-ended:] if ended else []
+        return Segment(columns, episodes.frame - frame, ended, recent, components)
 
     def _state(self) -> dict[str, Any]:
         return {"episodes": self.episodes.state(), "generator": self.generator.get_state()}
@@ -127,15 +129,21 @@ class Elsewhere(VectorEnv):
 
     def __init__(self, spec: ControlSpec, actors: Sequence[Actor], factory: Factory | None):
         """`actors` have `shares(num_envs, len(actors))` of the environments."""
-        with closing(make_vector(spec.env, 1, factory)) as probe:
+        with closing(evaluation_vector(spec.env, 1, factory)) as probe:  # of several agents a whole game
             self.metadata = probe.metadata
             self.single_observation_space, self.single_action_space = (
                 probe.single_observation_space,
                 probe.single_action_space,
             )
+            agents = probe.num_envs
         self.name, self.num_envs, self.seconds = spec.env.id, spec.env.num_envs, spec.env.reset_timeout
         self.staleness = getattr(spec.algorithm, "staleness", 0)
         self._actors, self._rows = actors, shares(spec.env.num_envs, len(actors))
+        if sizes := [rows.stop - rows.start for rows in self._rows if (rows.stop - rows.start) % agents]:
+            raise UsageError(
+                f"cluster.environments: each process collects in whole games of the {agents} agents of {self.name}, "
+                f"and {sizes[0]} of env.num_envs = {self.num_envs} would be in one"
+            )
         self._started: deque[list[Future[Segment]]] = deque()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:

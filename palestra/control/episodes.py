@@ -17,6 +17,12 @@ from palestra.rl.returns import discounted_returns
 EPISODE_WINDOW = 100  # finished episodes that the running return is averaged over
 
 
+def stored_dtype(dtype: np.dtype) -> np.dtype:
+    """The type that observations are stored in: torch hardly computes with unsigned integers of over a byte."""
+    wide = {np.dtype(np.uint16): np.dtype(np.int32), np.dtype(np.uint32): np.dtype(np.int64)}
+    return np.dtype(np.float32) if dtype.kind == "f" else wide.get(dtype, dtype)
+
+
 class NotFinite(PalestraError):
     """A reward, observation or loss is not finite."""
 
@@ -29,7 +35,7 @@ class Episodes:
         space = stepper.env.single_observation_space
         assert space.shape is not None
         assert space.dtype is not None
-        self.obs_dtype = np.dtype(np.float32) if space.dtype.kind == "f" else space.dtype
+        self.obs_dtype = stored_dtype(space.dtype)
         """Of observations as they are stored and as networks take them."""
         self.stepper, self.num_envs = stepper, n
         self.now = np.zeros((n, *space.shape), self.obs_dtype)
@@ -91,10 +97,17 @@ class Episodes:
             self.listener(self, actions, transition)
         return transition
 
-    def add(self, frames: int, finished: int, recent: Sequence[tuple[float, int]]) -> None:
-        """Count what was collected elsewhere: transitions, episodes, and (return, length) of the last of those."""
+    def add(
+        self,
+        frames: int,
+        finished: int,
+        recent: Sequence[tuple[float, int]],
+        components: Sequence[dict[str, float]],
+    ) -> None:
+        """Count what was collected elsewhere: transitions, episodes; (return, length) and components of the last."""
         self.frame, self.finished = self.frame + frames, self.finished + finished
         self.recent.extend(recent)
+        self.recent_components.extend(components)
 
     def check(self, what: str, numbers: np.ndarray, positions: Sequence[int] | np.ndarray, steps: int = 0) -> None:
         """Raise if a number is not finite.

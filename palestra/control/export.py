@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from palestra.control.nets.actor_critic import Recurrent, _gru, _lstm
+from palestra.control.nets.actor_critic import Recurrent, RecurrentActor, _gru, _lstm
 from palestra.control.policy import Policy
 from palestra.errors import UsageError, needs_extra
 from palestra.runs.store import write_bytes
@@ -46,7 +46,11 @@ class Acting(nn.Module):
         if memory is None:
             return self.to_env(self.net.actions(obs))
         net = self.net
-        assert isinstance(net, Recurrent)
+        assert isinstance(net, RecurrentActor)
+        if not isinstance(net, Recurrent):
+            actions, memory = net.remembered(obs, memory)
+            return self.to_env(actions), memory
+        # Of an actor-critic the policy's cell alone: the value's is of no use to the file.
         features = net.trunk(obs if net.obs_scale is None else net.obs_scale.forward(obs))
         hidden = memory[:, : net.cell.size]
         seen, gates = net.cell.inputs(features), net.cell.hidden(hidden)
@@ -74,8 +78,9 @@ def export(policy: Policy, obs_dtype: np.dtype, out: Path, to: str) -> str:
     module = Acting(Policy(policy.obs_shape, policy.net)).eval()
     obs = torch.from_numpy(np.zeros((2, *policy.obs_shape), obs_dtype))  # 2: a batch of 1 may be taken for a constant
     net, inputs, names, outputs = policy.net, [obs], ["obs"], ["action"]
-    if isinstance(net, Recurrent):
-        inputs, names, outputs = [obs, torch.zeros(2, net.cell.memory)], ["obs", "memory"], ["action", "next_memory"]
+    if isinstance(net, RecurrentActor):
+        width = net.cell.memory if isinstance(net, Recurrent) else net.memory
+        inputs, names, outputs = [obs, torch.zeros(2, width)], ["obs", "memory"], ["action", "next_memory"]
     file = BytesIO()
     with torch.no_grad(), warnings.catch_warnings():
         # Tracing is deprecated, but takes 2 s and writes one file, where torch.export takes 40 and writes two.

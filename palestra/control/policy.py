@@ -51,7 +51,12 @@ class Policy:
     def _packed(self, obs: Any) -> Any:
         """An observation of several parts, or of one-hot choices, as one array; others as they are."""
         parts = self.obs_shape.parts
-        if parts is None or (isinstance(obs, np.ndarray) and obs.shape[-1:] == self.obs_shape[-1:]):
+        if parts is None:
+            return obs
+        # n integers for Discrete(n) are a batch of them: one-hot vectors are packed as floats.
+        choices = not parts[0].path and parts[0].sizes is not None
+        given = isinstance(obs, np.ndarray) and not (choices and obs.dtype.kind in "iu")
+        if given and obs.shape[-1:] == self.obs_shape[-1:]:
             return obs
         if len(self.obs_shape) > 1:
             raise UsageError(

@@ -132,7 +132,7 @@ class Sb3Model:
         return _mlp("trunk.mlp", hidden) | {"policy_head.weight": weight, "policy_head.bias": bias}
 
     def _twins(self, prefix: str) -> Weights:
-        if len(self.layers(f"{prefix}.qf2")):
+        if self.layers(f"{prefix}.qf2") or not self.layers(f"{prefix}.qf1"):
             raise UsageError(f"{self.path}: expected two critics")
         pairs = zip(self.layers(f"{prefix}.qf0"), self.layers(f"{prefix}.qf1"), strict=True)
         made: Weights = {}

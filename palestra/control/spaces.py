@@ -159,7 +159,9 @@ class PackedObservation(gym.ObservationWrapper):
 def flat_actions(space: gym.Space) -> gym.Space:
     """The space of the same actions as one vector; the space itself where heads know it."""
     parts = [part for _, part in leaves(space)]
-    if parts == [space] and (len(space.shape or ()) < 2 or not isinstance(space, _KNOWN)):
+    # MultiBinary((3,)) has the shape of MultiBinary(3), but a tuple in place of its number.
+    vector = len(space.shape or ()) == 1 and not isinstance(getattr(space, "n", None), tuple)
+    if parts == [space] and (vector or not isinstance(space, _KNOWN)):
         return space
     boxes = [part for part in parts if isinstance(part, spaces.Box) and part.dtype.kind == "f"]
     if boxes and len(boxes) == len(parts):
@@ -215,7 +217,7 @@ def _structured(form: dict[str, Any], vectors: np.ndarray, at: int) -> tuple[Any
     if "parts" not in form:
         end, batch = at + math.prod(form["shape"]), vectors.shape[:-1]
         array = vectors[..., at:end].reshape((*batch, *form["shape"])).astype(form["dtype"])
-        return (array[()] if array.ndim == 0 else array), end
+        return (array[()] if array.ndim == 0 and array.dtype.kind != "f" else array), end
     parts = []
     for inner in form["parts"]:
         part, at = _structured(inner, vectors, at)

@@ -29,8 +29,9 @@ class Transitions:
     def __init__(self, path: Path, head: ActionHead, obs_shape: tuple[int, ...], gamma: float, device: torch.device):
         columns, self.sha256, self.path = *read_transitions(path), path
         obs = columns["observations"]
-        if obs.shape[1:] != obs_shape:
-            raise UsageError(f"{path}: observations have the shape {obs.shape[1:]}, the environment's {obs_shape}")
+        for name in ("observations", "next_observations"):
+            if (shape := columns[name].shape[1:]) != obs_shape:
+                raise UsageError(f"{path}: {name} have the shape {shape}, the environment's {obs_shape}")
         actions = stored_actions(columns["actions"], head, path)
 
         def tensor(array: np.ndarray) -> torch.Tensor:
@@ -70,7 +71,8 @@ def stored_actions(actions: np.ndarray, head: ActionHead, path: Path) -> np.ndar
         return np.clip((rows - middle) / half, low, high).astype(np.float32)
     numbers = rows.astype(np.int64) - np.asarray(head.description.get("start", 0))
     most = np.asarray(head.maskable if head.maskable else 2)
-    if (numbers < 0).any() or (numbers >= (most if head.shape else most[0])).any():
+    outside = (numbers < 0) | (numbers >= (most if head.shape else most[0])) | (rows % 1 != 0)
+    if outside.any():
         raise UsageError(f"{path}: there are actions outside of the environment's action space")
     return numbers
 
@@ -93,13 +95,24 @@ def read_transitions(path: Path) -> tuple[Columns, str]:
     lengths = {name: len(columns[name]) for name in columns if name in (*needed, "next_observations", "truncated")}
     if len(set(lengths.values())) > 1 or not len(columns["rewards"]):
         raise UsageError(f"{path}: expected columns of one length, at least 1; got {lengths}")
+    columns = {name: _checked(columns[name], name, path) for name in lengths}
     if "next_observations" not in columns:
         columns = _with_successors(columns)
     used = {name: columns[name] for name in (*needed, "next_observations")}
-    for name, column in used.items():
-        if column.dtype.kind == "f" and not np.isfinite(column).all():
-            raise UsageError(f"{path}: {name} has numbers that are not finite")
     return used, hashlib.sha256(content).hexdigest()
+
+
+def _checked(column: np.ndarray, name: str, path: Path) -> np.ndarray:
+    """A column of numbers; of rewards and flags one a row, also where the file has (rows, 1)."""
+    if column.dtype.kind not in "biuf":
+        raise UsageError(f"{path}: {name} has entries that are missing, or not numbers")
+    if column.dtype.kind == "f" and not np.isfinite(column).all():
+        raise UsageError(f"{path}: {name} has numbers that are not finite")
+    if name not in ("rewards", "terminated", "truncated"):
+        return column
+    if column.size != len(column):
+        raise UsageError(f"{path}: {name} has the shape {column.shape}: expected one number a row")
+    return column.reshape(-1)
 
 
 def _with_successors(columns: Columns) -> Columns:

@@ -9,12 +9,13 @@ import numpy as np
 
 from palestra.control.envs.make import Factory, evaluation_vector, factory_of, make_single
 from palestra.control.envs.stepping import Stepper
+from palestra.control.episodes import stored_dtype
 from palestra.control.evaluation import evaluate, has_display, play, tiled, video_path, write_video
 from palestra.control.export import export, format_of
 from palestra.control.memory.replay import Replay
 from palestra.control.nets.heads import ActionHead
 from palestra.control.seeding import stream
-from palestra.control.transitions import write_transitions
+from palestra.control.transitions import READERS, write_transitions
 from palestra.errors import UsageError
 from palestra.kinds.control import load
 from palestra.runs.checkpoint import load as load_checkpoint
@@ -80,9 +81,12 @@ def export_run(run: Run, *, out: Path, to: str | None, which: str, env: Any = No
     """Write a run's policy as a file that runs without Palestra, or its transitions; a sentence on what is in it."""
     spec = _spec_of(run)
     form = to if to == "transitions" else format_of(out, to)
+    if form == "transitions" and out.suffix in READERS:
+        raise UsageError(f"{out}: transitions are written as .npz")
     with closing(make_single(spec.env, _factory(run, env))) as made:
-        space = made.observation_space.dtype
-    dtype = np.dtype(np.float32) if space is None or space.kind == "f" else space
+        space = made.observation_space
+    assert space.dtype is not None
+    dtype = stored_dtype(space.dtype)
     if form != "transitions":
         return export(load(run, which), dtype, out, form)
     written = write_transitions(*_memory(run, spec, which, dtype), out)

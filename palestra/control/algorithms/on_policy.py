@@ -78,7 +78,8 @@ class OnPolicy(Algorithm):
         self.flat = FlatNet(net)
         self.adam = Adam.zeros(self.flat.vector, self.rule)
         own = zip(self.flat.names, self.flat.sizes, strict=True)
-        of_value = [torch.full((size,), name.startswith("value_")) for name, size in own]
+        # Also nets.0.value_head of several agents' networks.
+        of_value = [torch.full((size,), name.startswith("value_") or ".value_" in name) for name, size in own]
         self.of_value = torch.cat(of_value).to(self.device)
         """Which parameters are of the value alone."""
         self.memory = net.nothing(self.episodes.num_envs) if self.recurrent else None
@@ -132,7 +133,7 @@ class OnPolicy(Algorithm):
         if isinstance(env := episodes.stepper.env, Elsewhere):
             segments = env.segments(net.state_dict())
             for segment in segments:
-                episodes.add(segment.frames, segment.finished, segment.recent)
+                episodes.add(segment.frames, segment.finished, segment.recent, segment.components)
             return env.rollout(segments)
         noise = head.noise(self.generator, self.collector.horizon, episodes.num_envs).to(device)
 

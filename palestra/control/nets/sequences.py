@@ -38,7 +38,8 @@ class Remembering(nn.Module):
 
 def one_step(obs: Tensor) -> tuple[Tensor, Tensor]:
     """Observations (B, ...) as a sequence of one step, in which no episode begins."""
-    return obs[None], torch.zeros(1, len(obs), dtype=torch.bool, device=obs.device)
+    rows = obs.shape[0]  # not len: exported, that would be the constant it was traced with
+    return obs[None], torch.zeros(1, rows, dtype=torch.bool, device=obs.device)
 
 
 class RecurrentQ(ActionValues, RecurrentActor):
