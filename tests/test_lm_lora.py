@@ -15,6 +15,7 @@ from palestra.lm.lora import (
     LoraLinear,
     adapter_state,
     add_lora,
+    frozen_copy,
     load_adapter_state,
     load_peft,
     merged_weights,
@@ -183,6 +184,20 @@ def test_new_dora_adapters_change_nothing_and_have_the_norms_of_rows():
     torch.testing.assert_close(logprobs(model), logprobs(make()), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(qkv.lora_magnitude["k_proj"], qkv.weight[32:48].norm(dim=1))
     assert qkv.scale == 6.0 / 3**0.5
+
+
+def test_frozen_copy_in_bf16_is_that_of_the_plain_model_also_beside_dora():
+    plain, model = Transformer(SHAPE, torch.bfloat16), Transformer(SHAPE, torch.bfloat16)
+    for each in (plain, model):
+        each.load_state_dict(make().state_dict())
+    add_lora(model, DORA, torch.Generator().manual_seed(1))
+
+    frozen = frozen_copy(model)
+
+    assert torch.equal(logprobs(frozen), logprobs(frozen_copy(plain)))
+    assert not adapter_state(frozen)
+    assert not any(p.requires_grad for p in frozen.parameters())
+    assert adapter_state(model)
 
 
 def test_dora_product_has_rows_of_the_learned_norms_and_no_gradient_through_their_own():

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
 
@@ -115,6 +116,18 @@ def add_lora(model: Transformer, spec: LoraSpec, generator: torch.Generator) -> 
             a.copy_((torch.rand(a.shape, generator=generator) * 2 - 1) * bound)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, lora)
+
+
+def frozen_copy(model: Transformer) -> Transformer:
+    """A copy in the precision of the arithmetic that stays as the model began: without its adapters, which are new.
+
+    They would not be nothing there: a learned norm of DoRA, rounded to bf16, is another one.
+    """
+    frozen = deepcopy(model).requires_grad_(False).to(model.dtype)
+    for module in adapted(frozen).values():
+        for adapters in (module.lora_a, module.lora_b, module.lora_magnitude):
+            adapters.clear()
+    return frozen
 
 
 def adapted(model: nn.Module) -> dict[str, LoraLinear]:
