@@ -1,6 +1,7 @@
 """Predicted memory beside what tensors take: weights, gradients, moments, activations, logits."""
 
 import weakref
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from palestra.kinds.models import Start, build_model, rounding_seed
 from palestra.kinds.posttrain import room_for_keys
 from palestra.lm.batch import Batch, score
 from palestra.lm.engine import Loss, TrainEngine
-from palestra.lm.lora import adapted, adapter_state
+from palestra.lm.lora import adapted, adapter_state, frozen_copy
 from palestra.lm.model import Transformer
 from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
+from palestra.posttrain.critic import Critic
 from palestra.spec.kinds.posttrain import PosttrainSpec
 from palestra.spec.lm import LmSpec
 from palestra.spec.load import load
@@ -197,6 +199,26 @@ def posttrain_of(**changes: Any) -> PosttrainSpec:
     spec = load(data).spec
     assert isinstance(spec, PosttrainSpec)
     return spec
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 8, "quantize": "nf4"}, {**LORA, "dora": True}, WHOLE])
+def test_predicted_value_and_reference_model_are_copies_of_what_is_trained(lora):
+    ppo = {"preset": "ppo", "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.1}}
+    spec = posttrain_of(algorithm=ppo, **({} if lora is None else {"model__lora": lora}))
+    model = build_model(spec, Start(SHAPE, TOKENIZER, Path(), (), None, {}), 0, torch.device("cpu"))
+    reference, critic = frozen_copy(model), Critic(deepcopy(model), spec.algorithm, spec.train)
+    rows = predicted(spec, SHAPE, "cpu")
+    assert rows["reference model"] == pytest.approx(bytes_of(reference), rel=0.01)
+    trained = critic.engine.optimizer.parameters.values()
+    moments = sum(t.nbytes for named in critic.engine.optimizer.tensors().values() for t in named.values())
+    whole = bytes_of(critic.engine.transformer) + sum(p.nbytes for p in trained) + moments
+    assert rows["value model"] == pytest.approx(whole, rel=0.01)
+
+
+def bytes_of(model: Transformer) -> int:
+    """Of its parameters and of its matrices in 4 bits."""
+    four = [t for m in adapted(model).values() if (q := m.quantized) is not None for t in (q.codes, q.scales)]
+    return sum(t.nbytes for t in [*model.parameters(), *four])
 
 
 def test_after_loading_come_gradients_moments_activations_and_the_generators_weights():

@@ -41,7 +41,7 @@ def predicted(spec: LanguageModelSpec, shape: Shape, device: str) -> dict[str, i
 def after_loading(spec: LanguageModelSpec, shape: Shape, device: str) -> int:
     """Bytes that come to one device once its models are loaded, a generator's weights included, its KV cache not."""
     rows, sizes = predicted(spec, shape, device), _Sizes(spec, shape, device)
-    loaded = sizes.total * sizes.kept if VALUE in rows else 0  # weights of the value model
+    loaded = round(sizes.weights()) if VALUE in rows else 0  # of the value model
     return sum(count for name, count in rows.items() if name not in (WEIGHTS, REFERENCE, KV_CACHE)) - loaded
 
 
@@ -98,11 +98,15 @@ class _Sizes:
         """Of every sequence, where all are equally long."""
 
     def weights(self) -> float:
-        ema, lora = getattr(self.spec.train, "ema", None) is not None, self.spec.model.lora
+        ema = getattr(self.spec.train, "ema", None) is not None
+        return self.base(self.kept) + self.adapters * 4 + ema * self.gradients()
+
+    def base(self, each: int) -> float:
+        """The model without adapters, with so many bytes a weight that is not in 4 bits."""
+        lora = self.spec.model.lora
         quantized = 0 if lora is None or lora.quantize is None else self.frozen
         four = 0.5 + ((1 + 4 / 256) / 64 if lora is not None and lora.double_quantize else 4 / 64)
-        whole = (self.total - quantized) * self.kept + quantized * four
-        return whole + self.adapters * 4 + ema * self.gradients()
+        return (self.total - quantized) * each + quantized * four
 
     def gradients(self) -> float:
         return self.whole * self.kept + self.adapters * 4
@@ -182,9 +186,9 @@ def _others(spec: LanguageModelSpec, shape: Shape, sizes: _Sizes) -> dict[str, f
     rows: dict[str, float] = {}
     posttrain = isinstance(spec, PosttrainSpec)
     if isinstance(spec, DpoSpec) or (posttrain and spec.algorithm.needs_reference):
-        rows[REFERENCE] = (sizes.total + sizes.adapters) * sizes.used
+        rows[REFERENCE] = sizes.base(sizes.used)
     if posttrain and spec.algorithm.critic is not None:
-        rows[VALUE] = sizes.total * (2 * sizes.kept + 8)
+        rows[VALUE] = sizes.weights() + sizes.gradients() + 8 * sizes.trained
     if isinstance(spec, WritingSpec) and (spec.samples.prompts or spec.suites):
         rows["generator"] = sizes.total * 4
     if isinstance(spec, PosttrainSpec | DistillSpec) and spec.rollout.generator is None and not spec.cluster.generators:
