@@ -295,6 +295,10 @@ def test_peft_folder_has_the_names_of_peft(tmp_path: Path):
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
         ({"target_modules": ".*attn.*"}, "target_modules"),
+        ({"target_modules": None}, "target_modules"),
+        ({"modules_to_save": 5}, "expected modules_to_save of embed_tokens, lm_head, got 5"),
+        ({"r": None}, "r = None: Input should be a valid integer"),
+        ({"r": 0, "lora_alpha": "8"}, "r = 0: .*, lora_alpha = '8': "),
     ],
     ids=str,
 )
@@ -313,6 +317,22 @@ def test_peft_weights_beyond_the_targets_are_refused(tmp_path: Path):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": ["q_proj"]}))
 
     with pytest.raises(PalestraError, match=r"no place for .*down_proj"):
+        load_peft(tmp_path, make(PLAIN))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("adapter_config.json", b"{", "is not valid JSON"),
+        ("adapter_config.json", b"[]", "is not a mapping"),
+        ("adapter_model.safetensors", b"", "truncated or damaged"),
+    ],
+)
+def test_damaged_peft_folder_is_refused_by_file(tmp_path: Path, name, content, message):
+    save_peft(tmp_path, adapted(PLAIN), "base/model")
+    (tmp_path / name).write_bytes(content)
+
+    with pytest.raises(PalestraError, match=f"{name}.* {message}"):
         load_peft(tmp_path, make(PLAIN))
 
 
