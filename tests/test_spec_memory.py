@@ -103,13 +103,13 @@ def train(engine: TrainEngine, spec: LmSpec, vocab: int) -> None:
         engine.optim_step(step / 2)
 
 
-def measured(spec: LmSpec) -> int:
+def measured(spec: LmSpec, shape: Shape = SHAPE) -> int:
     """The most bytes that tensors take in two steps of training."""
-    engine = prepared(spec, SHAPE, "cpu")
+    engine = prepared(spec, shape, "cpu")
     moments = [t for named in engine.optimizer.tensors().values() for t in named.values()]
     weights = [t for m in adapted(engine.model).values() if (q := m.quantized) is not None for t in (q.codes, q.scales)]
     with Peak([*engine.model.parameters(), *moments, *weights]) as peak:
-        train(engine, spec, SHAPE.vocab or 0)
+        train(engine, spec, shape.vocab or 0)
     return peak.most
 
 
@@ -137,6 +137,19 @@ def test_prediction_is_within_a_tenth_of_what_tensors_take(case):
     assert sum(predicted(spec, SHAPE, "cpu").values()) == pytest.approx(measured(spec), rel=0.1)
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"activation": "gelu", "norm": "layer", "positions": "learned", "biases": True},
+    "sinks": {"sinks": True, "biases": True, "window": 32},
+    "gemma3": {"activation": "geglu", "norm_order": "both", "norm_offset": 1.0, "qk_norm": "head", "window": 32},
+}
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_prediction_of_other_families_is_within_a_tenth_of_what_tensors_take(changes):
+    spec, shape = spec_of(), SHAPE.model_copy(update=changes)
+    assert sum(predicted(spec, shape, "cpu").values()) == pytest.approx(measured(spec, shape), rel=0.1)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("case", ["accumulated", "recomputed", "8 bits", "adapters", "4 bits"])
 def test_prediction_is_within_a_tenth_of_the_peak_of_a_gpu(case):
@@ -153,11 +166,13 @@ def test_prediction_is_within_a_tenth_of_the_peak_of_a_gpu(case):
 WHOLE = {"rank": 4, "modules_to_save": ["embed_tokens"]}
 
 
+@pytest.mark.parametrize("changes", [{}, SHAPES["gpt2"]], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("lora", [None, {"rank": 8}, {**LORA, "dora": True}, WHOLE])
-def test_predicted_weights_and_moments_are_those_of_the_model(lora):
+def test_predicted_weights_and_moments_are_those_of_the_model(lora, changes):
     spec = spec_of(**({} if lora is None else {"model__init": "model", "model__lora": lora}))
-    model = build_model(spec, Start(SHAPE, TOKENIZER, Path(), (), None, {}), 0, torch.device("cpu"))
-    rows = predicted(spec, SHAPE, "cpu")
+    shape = SHAPE.model_copy(update=changes)
+    model = build_model(spec, Start(shape, TOKENIZER, Path(), (), None, {}), 0, torch.device("cpu"))
+    rows = predicted(spec, shape, "cpu")
     assert rows["weights"] == sum(p.nbytes for p in model.parameters())
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert rows["optimizer state"] == 2 * trained

@@ -55,7 +55,8 @@ def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of the matrices of a layer that may have adapters."""
     width, rows, kv = shape.width, shape.heads * shape.dim, shape.kv * shape.dim
     hidden = shape.hidden if shape.moe is None else shape.moe.shared_width
-    sizes = [(width, rows), (width, kv), (width, kv), (rows, width), (width, hidden), (width, hidden), (hidden, width)]
+    gate = hidden if shape.gated else 0
+    sizes = [(width, rows), (width, kv), (width, kv), (rows, width), (width, gate), (width, hidden), (hidden, width)]
     return {name: size for name, size in zip(get_args(Matrix), sizes, strict=True) if all(size)}
 
 
@@ -89,6 +90,8 @@ class _Sizes:
         self.recomputed = {"none": 0, "selective": (layers + 1) // 2, "full": layers}[spec.train.checkpointing]
         """Layers whose activations are dropped."""
         context = spec.data.context if isinstance(spec, LmSpec) else 1
+        self.longest = spec.rollout.max_new_tokens if isinstance(spec, PosttrainSpec | DistillSpec) else context
+        """Tokens of a sequence at most, prompts of rollouts not counted."""
         micro = max(context, spec.train.micro_tokens)
         fixed = micro // context * context if isinstance(spec, PretrainSpec) else micro
         step = spec.examples * context if isinstance(spec, LmSpec) else fixed + 1
@@ -151,13 +154,17 @@ class _Sizes:
             wide += 2 * rows + 2 * kv + shape.heads
             numbers += rows * read("o_proj") + (rows + 2 * kv) * (shape.qk_norm is not None)
         else:
-            turned = self.cuda and shape.qk_norm is None  # our kernel turns queries and keys where they lie
+            # Our kernel turns queries and keys where they lie; learned positions turn none.
+            turned = (self.cuda and shape.qk_norm is None) or shape.positions is not None
             numbers += (rows + 2 * kv) + (rows + kv) * (not turned) + rows
             wide += shape.heads
+        if shape.sinks and not self.cuda:  # attention by whole products, with a key and a value for each head
+            wide += shape.heads * (self.longest + 16)
+            numbers += 2 * (rows - kv)
         eager = shape.activation is not None  # autograd's own gate keeps its nonlinear half too
         if shape.moe is None or shape.moe.shared_width:
             hidden = shape.hidden if shape.moe is None else shape.moe.shared_width
-            numbers += (2 + eager + read("down_proj")) * hidden
+            numbers += ((2 + eager if shape.gated else 1) + read("down_proj")) * hidden
         if shape.moe is not None:
             numbers += shape.moe.active * (2 * width + (3 + eager) * shape.moe.mlp)
             wide += 3 * shape.moe.experts + width * (used == 2)
