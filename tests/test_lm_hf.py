@@ -736,6 +736,16 @@ def test_config_with_several_problems_names_them_all() -> None:
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "olmo3"])
+def test_rope_of_sliding_layers_means_nothing_where_there_are_none(family: str, copied: Callable[..., Path]) -> None:
+    folder = copied(family)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["sliding_attention"] = {"rope_type": "default", "rope_theta": 777.0}
+    path.write_text(json.dumps({**config, "layer_types": ["full_attention"] * config["num_hidden_layers"]}))
+    assert_equal_logits(packed_logits(load_pretrained(folder).model), padded_logits(folder))
+
+
 def test_yarn_temperature_follows_mscale_as_in_transformers(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     given = {**scaling, "mscale": 0.7, "mscale_all_dim": 0.3, "beta_fast": 4, "beta_slow": 2}

@@ -15,6 +15,7 @@ from palestra.lm.lora import (
     LoraLinear,
     adapter_state,
     add_lora,
+    frozen_copy,
     load_adapter_state,
     load_peft,
     merged_weights,
@@ -185,6 +186,20 @@ def test_new_dora_adapters_change_nothing_and_have_the_norms_of_rows():
     assert qkv.scale == 6.0 / 3**0.5
 
 
+def test_frozen_copy_in_bf16_is_that_of_the_plain_model_also_beside_dora():
+    plain, model = Transformer(SHAPE, torch.bfloat16), Transformer(SHAPE, torch.bfloat16)
+    for each in (plain, model):
+        each.load_state_dict(make().state_dict())
+    add_lora(model, DORA, torch.Generator().manual_seed(1))
+
+    frozen = frozen_copy(model)
+
+    assert torch.equal(logprobs(frozen), logprobs(frozen_copy(plain)))
+    assert not adapter_state(frozen)
+    assert not any(p.requires_grad for p in frozen.parameters())
+    assert adapter_state(model)
+
+
 def test_dora_product_has_rows_of_the_learned_norms_and_no_gradient_through_their_own():
     qkv = adapted(spec=LoraSpec(rank=3, alpha=6.0, dora=True, targets=["q_proj", "v_proj"])).layers[0].attn.qkv
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
@@ -280,6 +295,10 @@ def test_peft_folder_has_the_names_of_peft(tmp_path: Path):
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
         ({"target_modules": ".*attn.*"}, "target_modules"),
+        ({"target_modules": None}, "target_modules"),
+        ({"modules_to_save": 5}, "expected modules_to_save of embed_tokens, lm_head, got 5"),
+        ({"r": None}, "r = None: Input should be a valid integer"),
+        ({"r": 0, "lora_alpha": "8"}, "r = 0: .*, lora_alpha = '8': "),
     ],
     ids=str,
 )
@@ -298,6 +317,22 @@ def test_peft_weights_beyond_the_targets_are_refused(tmp_path: Path):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": ["q_proj"]}))
 
     with pytest.raises(PalestraError, match=r"no place for .*down_proj"):
+        load_peft(tmp_path, make(PLAIN))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("adapter_config.json", b"{", "is not valid JSON"),
+        ("adapter_config.json", b"[]", "is not a mapping"),
+        ("adapter_model.safetensors", b"", "truncated or damaged"),
+    ],
+)
+def test_damaged_peft_folder_is_refused_by_file(tmp_path: Path, name, content, message):
+    save_peft(tmp_path, adapted(PLAIN), "base/model")
+    (tmp_path / name).write_bytes(content)
+
+    with pytest.raises(PalestraError, match=f"{name}.* {message}"):
         load_peft(tmp_path, make(PLAIN))
 
 

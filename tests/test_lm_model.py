@@ -124,6 +124,17 @@ def test_attention_blocks_hold_little_padding():
                 "attention_factor": 1.3,
             },
         ),
+        (  # both ends of the ramp lie before the first dimension
+            RopeScaling(type="yarn", factor=4.0, original_context=8, low=2.0, high=16.0, truncate=False),
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "beta_slow": 2.0,
+                "beta_fast": 16.0,
+                "truncate": False,
+            },
+        ),
     ],
     ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
 )

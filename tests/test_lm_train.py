@@ -359,6 +359,13 @@ def test_adapters_whose_base_leads_to_themselves_are_refused(tmp_path):
         open_model(tmp_path / "a")
 
 
+@pytest.mark.parametrize("config", [{}, {"base_model_name_or_path": None}])
+def test_adapters_that_name_no_base_are_refused(tmp_path, config):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="expected the model that it adapts in base_model_name_or_path"):
+        open_model(tmp_path)
+
+
 def test_checkpoint_that_a_run_starts_from_is_kept_and_resume_does_not_ask_for_its_name_again(lab):
     base = lab.run("pretrain", every__checkpoint="1 hours", every__eval=None)
     before = base.checkpoint("last")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rollout_groups import group, trajectory
 
-from palestra.posttrain.batch import denominator, pack, with_advantages
+from palestra.posttrain.batch import denominator, pack, shuffled_rewards, with_advantages
 from palestra.posttrain.metrics import group_metrics
 from palestra.rollout.types import Group
 from palestra.spec.algorithm import AlgorithmSpec
@@ -38,6 +38,16 @@ def test_loss_of_an_episode_does_not_depend_on_its_number_of_rows(preset, rows):
     (one, divisor), (several, same) = losses(1, algorithm), losses(rows, algorithm)
     torch.testing.assert_close(several, one)
     assert same == divisor
+
+
+def test_shuffled_rewards_are_those_of_the_episodes_and_alike_in_all_rows_of_one():
+    algorithm = AlgorithmSpec.model_validate({"preset": "dr_grpo"})
+    batch = pack([in_rows(3), group([1, 0], number=1)], algorithm)
+    found = [shuffled_rewards(batch, key).per_sequence["reward"] for key in range(50)]
+    assert all(len(set(rewards[1:4].tolist())) == 1 for rewards in found)
+    episodes = [[rewards[row].item() for row in (0, 1, 4, 5, 6)] for rewards in found]
+    assert all(sorted(rewards) == [0.0, 0.0, 0.0, 1.0, 1.0] for rewards in episodes)
+    assert len(set(map(tuple, episodes))) == 10  # every order there is
 
 
 def test_metrics_count_episodes_and_not_rows():

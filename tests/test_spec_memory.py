@@ -1,6 +1,7 @@
 """Predicted memory beside what tensors take: weights, gradients, moments, activations, logits."""
 
 import weakref
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from palestra.kinds.models import Start, build_model, rounding_seed
 from palestra.kinds.posttrain import room_for_keys
 from palestra.lm.batch import Batch, score
 from palestra.lm.engine import Loss, TrainEngine
-from palestra.lm.lora import adapted, adapter_state
+from palestra.lm.lora import adapted, adapter_state, frozen_copy
 from palestra.lm.model import Transformer
 from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
+from palestra.posttrain.critic import Critic
 from palestra.spec.kinds.posttrain import PosttrainSpec
 from palestra.spec.lm import LmSpec
 from palestra.spec.load import load
@@ -101,13 +103,13 @@ def train(engine: TrainEngine, spec: LmSpec, vocab: int) -> None:
         engine.optim_step(step / 2)
 
 
-def measured(spec: LmSpec) -> int:
+def measured(spec: LmSpec, shape: Shape = SHAPE) -> int:
     """The most bytes that tensors take in two steps of training."""
-    engine = prepared(spec, SHAPE, "cpu")
+    engine = prepared(spec, shape, "cpu")
     moments = [t for named in engine.optimizer.tensors().values() for t in named.values()]
     weights = [t for m in adapted(engine.model).values() if (q := m.quantized) is not None for t in (q.codes, q.scales)]
     with Peak([*engine.model.parameters(), *moments, *weights]) as peak:
-        train(engine, spec, SHAPE.vocab or 0)
+        train(engine, spec, shape.vocab or 0)
     return peak.most
 
 
@@ -135,6 +137,19 @@ def test_prediction_is_within_a_tenth_of_what_tensors_take(case):
     assert sum(predicted(spec, SHAPE, "cpu").values()) == pytest.approx(measured(spec), rel=0.1)
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"activation": "gelu", "norm": "layer", "positions": "learned", "biases": True},
+    "sinks": {"sinks": True, "biases": True, "window": 32},
+    "gemma3": {"activation": "geglu", "norm_order": "both", "norm_offset": 1.0, "qk_norm": "head", "window": 32},
+}
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_prediction_of_other_families_is_within_a_tenth_of_what_tensors_take(changes):
+    spec, shape = spec_of(), SHAPE.model_copy(update=changes)
+    assert sum(predicted(spec, shape, "cpu").values()) == pytest.approx(measured(spec, shape), rel=0.1)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("case", ["accumulated", "recomputed", "8 bits", "adapters", "4 bits"])
 def test_prediction_is_within_a_tenth_of_the_peak_of_a_gpu(case):
@@ -151,11 +166,13 @@ def test_prediction_is_within_a_tenth_of_the_peak_of_a_gpu(case):
 WHOLE = {"rank": 4, "modules_to_save": ["embed_tokens"]}
 
 
+@pytest.mark.parametrize("changes", [{}, SHAPES["gpt2"]], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("lora", [None, {"rank": 8}, {**LORA, "dora": True}, WHOLE])
-def test_predicted_weights_and_moments_are_those_of_the_model(lora):
+def test_predicted_weights_and_moments_are_those_of_the_model(lora, changes):
     spec = spec_of(**({} if lora is None else {"model__init": "model", "model__lora": lora}))
-    model = build_model(spec, Start(SHAPE, TOKENIZER, Path(), (), None, {}), 0, torch.device("cpu"))
-    rows = predicted(spec, SHAPE, "cpu")
+    shape = SHAPE.model_copy(update=changes)
+    model = build_model(spec, Start(shape, TOKENIZER, Path(), (), None, {}), 0, torch.device("cpu"))
+    rows = predicted(spec, shape, "cpu")
     assert rows["weights"] == sum(p.nbytes for p in model.parameters())
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert rows["optimizer state"] == 2 * trained
@@ -197,6 +214,26 @@ def posttrain_of(**changes: Any) -> PosttrainSpec:
     spec = load(data).spec
     assert isinstance(spec, PosttrainSpec)
     return spec
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 8, "quantize": "nf4"}, {**LORA, "dora": True}, WHOLE])
+def test_predicted_value_and_reference_model_are_copies_of_what_is_trained(lora):
+    ppo = {"preset": "ppo", "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.1}}
+    spec = posttrain_of(algorithm=ppo, **({} if lora is None else {"model__lora": lora}))
+    model = build_model(spec, Start(SHAPE, TOKENIZER, Path(), (), None, {}), 0, torch.device("cpu"))
+    reference, critic = frozen_copy(model), Critic(deepcopy(model), spec.algorithm, spec.train)
+    rows = predicted(spec, SHAPE, "cpu")
+    assert rows["reference model"] == pytest.approx(bytes_of(reference), rel=0.01)
+    trained = critic.engine.optimizer.parameters.values()
+    moments = sum(t.nbytes for named in critic.engine.optimizer.tensors().values() for t in named.values())
+    whole = bytes_of(critic.engine.transformer) + sum(p.nbytes for p in trained) + moments
+    assert rows["value model"] == pytest.approx(whole, rel=0.01)
+
+
+def bytes_of(model: Transformer) -> int:
+    """Of its parameters and of its matrices in 4 bits."""
+    four = [t for m in adapted(model).values() if (q := m.quantized) is not None for t in (q.codes, q.scales)]
+    return sum(t.nbytes for t in [*model.parameters(), *four])
 
 
 def test_after_loading_come_gradients_moments_activations_and_the_generators_weights():

@@ -1,7 +1,6 @@
 """The kinds `pretrain`, `sft`, `dpo` and `reward_model`: each is its data and its objective; the rest is shared."""
 
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -17,6 +16,7 @@ from palestra.kinds.ranks import check_ranks, check_split, done, follow, followi
 from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions, threads_each
 from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of, pair_data, text_data
 from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
+from palestra.lm.lora import frozen_copy
 from palestra.lm.model import Transformer
 from palestra.lm.objectives import NextToken, Preferences, dpo_loss, reward_loss
 from palestra.lm.optim import Ema, Optimizer
@@ -103,7 +103,7 @@ def objective_of(spec: LmSpec, start: Start, data: Data, seed: int, model: Trans
     """What a kind trains for, from its initial model, which is not split over the ranks yet."""
     mixture, sizes = _mixture(spec, data, seed), {"batch": spec.train.batch, "eval_examples": spec.eval.examples}
     if isinstance(spec, DpoSpec):  # the chosen completion more likely than the rejected one, relative to the reference
-        reference = deepcopy(model).requires_grad_(False).to(model.dtype)
+        reference = frozen_copy(model)
         ranks.shard(reference)
         return Preferences(mixture, data.evals, dpo_loss(spec.loss, reference), **sizes)
     if isinstance(spec, RewardModelSpec):  # a higher score for the chosen conversation

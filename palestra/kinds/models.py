@@ -21,7 +21,16 @@ from palestra.lm.datasets import kept_tokenizer, made_tokenizer
 from palestra.lm.engine import TrainEngine
 from palestra.lm.hf_config import is_classifier, read_folder
 from palestra.lm.lora import CONFIG as ADAPTER_CONFIG
-from palestra.lm.lora import adapted, adapter_state, adapter_weights, add_lora, load_peft, merged_weights, save_peft
+from palestra.lm.lora import (
+    adapted,
+    adapter_state,
+    adapter_weights,
+    add_lora,
+    load_peft,
+    merged_weights,
+    peft_config,
+    save_peft,
+)
 from palestra.lm.model import Transformer
 from palestra.lm.ranks import ALONE, Ranks
 from palestra.lm.scorer import ScalarModel
@@ -71,7 +80,10 @@ def find_model(ref: str | Path, root: Path | str = "runs", seen: tuple[Path, ...
         return FoundModel(folder, None, folder, folder, folder)
     if folder.resolve() in seen:
         raise UsageError(f"{folder / ADAPTER_CONFIG}: base_model_name_or_path leads back to these adapters themselves")
-    base = find_model(read_json(folder / ADAPTER_CONFIG)["base_model_name_or_path"], root, (*seen, folder.resolve()))
+    named = peft_config(folder).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        raise UsageError(f"{folder / ADAPTER_CONFIG}: expected the model that it adapts in base_model_name_or_path")
+    base = find_model(named, root, (*seen, folder.resolve()))
     return FoundModel(
         folder,
         base.folder,

@@ -29,6 +29,7 @@ from palestra.kinds.ranks import check_ranks, check_split, done, follow, followi
 from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions, threads_each
 from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of
 from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
+from palestra.lm.lora import frozen_copy
 from palestra.lm.model import Transformer
 from palestra.lm.objectives import NextToken
 from palestra.lm.optim import Optimizer
@@ -290,7 +291,7 @@ def _learner(spec: PosttrainSpec, session: Session, start: Start, ranks: Ranks) 
     model, examples = models.build_model(spec, start, seed, device_of(spec), ranks), _sft_data(spec, start)
     if examples is not None and ranks.first:
         check_data(session, examples, start)
-    frozen = deepcopy(model).requires_grad_(False).to(model.dtype) if algorithm.needs_reference else None
+    frozen = frozen_copy(model) if algorithm.needs_reference else None
     if frozen is not None:
         ranks.shard(frozen)
     critic = None if algorithm.critic is None else Critic(deepcopy(model), algorithm, spec.train, ranks, seed)

@@ -280,8 +280,8 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
         keys.refuse_rest(HARMLESS | family.harmless)
     if keys.problems:
         return None, keys.problems
-    shape = Shape(**fields)
-    return canonical(shape), [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.all_conflicts()]
+    shape = canonical(Shape(**fields))
+    return shape, [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.all_conflicts()]
 
 
 def _read_quantization(keys: _Keys) -> None:

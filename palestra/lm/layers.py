@@ -296,7 +296,7 @@ def _yarn(plain: Tensor, scaling: RopeScaling, shape: Shape) -> Tensor:
     ends = dimension(scaling.high), dimension(scaling.low)
     low, high = (math.floor(ends[0]), math.ceil(ends[1])) if scaling.truncate else ends
     first, last = max(low, 0), min(high, shape.dim - 1)
-    ramp = (torch.arange(shape.dim // 2, dtype=torch.float32, device="cpu") - first) / max(last - first, 0.001)
+    ramp = (torch.arange(shape.dim // 2, dtype=torch.float32, device="cpu") - first) / (last - first or 0.001)
     divided = ramp.clamp(0, 1)
     return plain / scaling.factor * divided + plain * (1 - divided)
 

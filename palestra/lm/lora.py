@@ -2,21 +2,23 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
-from palestra.lm.hf import GENERATION_CONFIG, special_ids
+from palestra.lm.hf import GENERATION_CONFIG, DamagedModel, special_ids
 from palestra.lm.layers import Linear
 from palestra.lm.model import Transformer
 from palestra.lm.nf4 import Quantized
 from palestra.lm.ranks import whole
-from palestra.runs.store import write_bytes, write_json
+from palestra.runs.store import read_json, write_bytes, write_json
 from palestra.spec.lm import LoraSpec, Matrix
 
 
@@ -115,6 +117,18 @@ def add_lora(model: Transformer, spec: LoraSpec, generator: torch.Generator) -> 
             a.copy_((torch.rand(a.shape, generator=generator) * 2 - 1) * bound)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, lora)
+
+
+def frozen_copy(model: Transformer) -> Transformer:
+    """A copy in the precision of the arithmetic that stays as the model began: without its adapters, which are new.
+
+    They would not be nothing there: a learned norm of DoRA, rounded to bf16, is another one.
+    """
+    frozen = deepcopy(model).requires_grad_(False).to(model.dtype)
+    for module in adapted(frozen).values():
+        for adapters in (module.lora_a, module.lora_b, module.lora_magnitude):
+            adapters.clear()
+    return frozen
 
 
 def adapted(model: nn.Module) -> dict[str, LoraLinear]:
@@ -236,9 +250,7 @@ def save_peft(
 
 def load_peft(folder: Path, model: Transformer) -> LoraSpec:
     """Add the adapters in a PEFT folder to a model that has none; what they are."""
-    if not (folder / CONFIG).exists():
-        raise UsageError(f"{folder} is not a folder of PEFT adapters: it has no {CONFIG}")
-    config = json.loads((folder / CONFIG).read_text())
+    config = peft_config(folder)
     spec = _read(config, folder)
     if spec.modules_to_save and model.head is None and not config.get("ensure_weight_tying"):
         raise UsageError(
@@ -250,17 +262,32 @@ def load_peft(folder: Path, model: Transformer) -> LoraSpec:
     return spec
 
 
+def peft_config(folder: Path) -> dict[str, Any]:
+    """What a PEFT folder says of its adapters."""
+    if not (folder / CONFIG).exists():
+        raise UsageError(f"{folder} is not a folder of PEFT adapters: it has no {CONFIG}")
+    config = read_json(folder / CONFIG)
+    if not isinstance(config, dict):
+        raise UsageError(f"{folder / CONFIG} is not a mapping")
+    return config
+
+
 def adapter_weights(folder: Path, model: Transformer) -> dict[str, Tensor]:
     """The adapters in a PEFT folder, by the names they have in a model with such adapters."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not (folder / WEIGHTS).exists():
+    path, names = folder / WEIGHTS, {_peft_name(name, model): name for name in adapter_state(model)}
+    if not path.exists():
         raise UsageError(f"{folder} is not a folder of PEFT adapters: it has no {WEIGHTS}")
-    names, weights = {_peft_name(name, model): name for name in adapter_state(model)}, load_file(folder / WEIGHTS)
+    try:
+        weights = load_file(path)
+    except SafetensorError as error:
+        raise DamagedModel(f"{path} cannot be read ({error}); it is truncated or damaged: get it again") from error
     if model.head is None and _EMBED in weights:
         weights.pop(_HEAD, None)  # the same
     if unknown := sorted(weights.keys() - names.keys()):
-        raise PalestraError(f"{folder / WEIGHTS}: the model has no place for {unknown[0]} ({len(unknown)} such)")
+        raise PalestraError(f"{path}: the model has no place for {unknown[0]} ({len(unknown)} such)")
     return {names[name]: tensor for name, tensor in weights.items()}
 
 
@@ -270,22 +297,23 @@ def _read(config: dict[str, Any], folder: Path) -> LoraSpec:
     if odd:
         listed = ", ".join(f"{key}: {json.dumps(config.get(key))}" for key in odd)
         raise UsageError(f"{folder / CONFIG}: adapters of this form are not supported ({listed})")
-    targets = config["target_modules"]
+    targets = config.get("target_modules")
     named = ["all"] if targets == "all-linear" else targets
     named = _endings(named) if isinstance(named, list) else named
     if not (isinstance(named, list) and named and set(named) <= {"all", *get_args(Matrix)}):
         raise UsageError(f"{folder / CONFIG}: expected target_modules of {', '.join(get_args(Matrix))}, got {targets}")
-    beside = _endings(config.get("modules_to_save") or [])
-    if not set(beside) <= _WHOLE.keys():
+    beside = config.get("modules_to_save") or []
+    whole = _endings(beside) if isinstance(beside, list) else None
+    if whole is None or not set(whole) <= _WHOLE.keys():
         raise UsageError(f"{folder / CONFIG}: expected modules_to_save of {', '.join(_WHOLE)}, got {beside}")
-    return LoraSpec(
-        rank=config["r"],
-        alpha=float(config["lora_alpha"]),
-        targets=named,
-        rslora=bool(config.get("use_rslora")),
-        dora=bool(config.get("use_dora")),
-        modules_to_save=beside,
-    )
+    sizes = {"rank": config.get("r"), "alpha": config.get("lora_alpha")}
+    scaled = {"rslora": bool(config.get("use_rslora")), "dora": bool(config.get("use_dora"))}
+    try:
+        return LoraSpec.model_validate({**sizes, **scaled, "targets": named, "modules_to_save": whole})
+    except ValidationError as error:
+        keys = {"rank": "r", "alpha": "lora_alpha"}
+        wrong = ", ".join(f"{keys[str(e['loc'][0])]} = {e['input']!r}: {e['msg']}" for e in error.errors())
+        raise UsageError(f"{folder / CONFIG}: {wrong}") from error
 
 
 def _endings(modules: list[str]) -> list[Any]:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from palestra.data.mixture import permutation
 from palestra.lm.batch import Batch
 from palestra.posttrain.advantages import Turns, overlong_penalty, sequence_means, token_advantages
 from palestra.rl import kl
@@ -135,6 +136,16 @@ def with_advantages(
         added["values"], added["returns"] = values, returns.to(behavior.dtype)
     mean = {"advantage": sequence_means(added["advantages"][trained], places[trained], len(batch))}
     return replace(batch, per_token={**batch.per_token, **added}, per_sequence={**batch.per_sequence, **mean})
+
+
+def shuffled_rewards(batch: Batch, key: int) -> Batch:
+    """A batch of `pack` with its rewards permuted across episodes, by a key: a negative control."""
+    rewards = batch.per_sequence["reward"][_first_rows(batch)]
+    order = permutation(len(rewards), key)
+    reward = rewards[order.tolist()][batch.per_sequence["episode"].long()]
+    # A shuffled reward belongs to no turn: all of it is the last one's.
+    per_token = {name: 0 * column if name == "turn_reward" else column for name, column in batch.per_token.items()}
+    return replace(batch, per_token=per_token, per_sequence={**batch.per_sequence, "reward": reward})
 
 
 def informative(batch: Batch, algorithm: AlgorithmSpec) -> Batch:

@@ -11,7 +11,7 @@ from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine, logprobs
 from palestra.lm.model import Transformer
 from palestra.lm.objectives import NextToken
-from palestra.posttrain.batch import denominator, informative, pack, with_advantages
+from palestra.posttrain.batch import denominator, informative, pack, shuffled_rewards, with_advantages
 from palestra.posttrain.critic import Critic
 from palestra.posttrain.loss import averages, policy_loss
 from palestra.posttrain.metrics import equal_rewards
@@ -48,7 +48,7 @@ class Learner:
         """The groups packed, with everything the loss needs of each token."""
         spec, batch = self.spec, pack(groups, self.spec.algorithm)
         if spec.control == "shuffled_rewards":
-            batch = self._shuffled(batch, step)
+            batch = shuffled_rewards(batch, stream_key(self.seed, "control", step))
         temperature, micro = spec.rollout.temperature, spec.train.micro_tokens
         anchor = self.engine.logprobs(batch, temperature=temperature) if spec.algorithm.needs_anchor else None
         reference = None
@@ -96,14 +96,6 @@ class Learner:
         if self.critic is not None:
             row |= self.critic.learn(batch, progress)
         return row
-
-    def _shuffled(self, batch: Batch, step: int) -> Batch:
-        """The batch with its rewards permuted across completions: a negative control."""
-        order = permutation(len(batch), stream_key(self.seed, "control", step))
-        rewards = batch.per_sequence["reward"][order.tolist()]
-        # A shuffled reward belongs to no turn: all of it is the last one's.
-        per_token = {name: 0 * column if name == "turn_reward" else column for name, column in batch.per_token.items()}
-        return replace(batch, per_token=per_token, per_sequence={**batch.per_sequence, "reward": rewards})
 
     def _minibatches(self, batch: Batch, step: int, epoch: int) -> list[Batch]:
         """The batch split by prompts, which are shuffled every epoch."""

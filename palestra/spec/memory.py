@@ -41,7 +41,7 @@ def predicted(spec: LanguageModelSpec, shape: Shape, device: str) -> dict[str, i
 def after_loading(spec: LanguageModelSpec, shape: Shape, device: str) -> int:
     """Bytes that come to one device once its models are loaded, a generator's weights included, its KV cache not."""
     rows, sizes = predicted(spec, shape, device), _Sizes(spec, shape, device)
-    loaded = sizes.total * sizes.kept if VALUE in rows else 0  # weights of the value model
+    loaded = round(sizes.weights()) if VALUE in rows else 0  # of the value model
     return sum(count for name, count in rows.items() if name not in (WEIGHTS, REFERENCE, KV_CACHE)) - loaded
 
 
@@ -55,7 +55,8 @@ def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of the matrices of a layer that may have adapters."""
     width, rows, kv = shape.width, shape.heads * shape.dim, shape.kv * shape.dim
     hidden = shape.hidden if shape.moe is None else shape.moe.shared_width
-    sizes = [(width, rows), (width, kv), (width, kv), (rows, width), (width, hidden), (width, hidden), (hidden, width)]
+    gate = hidden if shape.gated else 0
+    sizes = [(width, rows), (width, kv), (width, kv), (rows, width), (width, gate), (width, hidden), (hidden, width)]
     return {name: size for name, size in zip(get_args(Matrix), sizes, strict=True) if all(size)}
 
 
@@ -89,6 +90,8 @@ class _Sizes:
         self.recomputed = {"none": 0, "selective": (layers + 1) // 2, "full": layers}[spec.train.checkpointing]
         """Layers whose activations are dropped."""
         context = spec.data.context if isinstance(spec, LmSpec) else 1
+        self.longest = spec.rollout.max_new_tokens if isinstance(spec, PosttrainSpec | DistillSpec) else context
+        """Tokens of a sequence at most, prompts of rollouts not counted."""
         micro = max(context, spec.train.micro_tokens)
         fixed = micro // context * context if isinstance(spec, PretrainSpec) else micro
         step = spec.examples * context if isinstance(spec, LmSpec) else fixed + 1
@@ -98,11 +101,15 @@ class _Sizes:
         """Of every sequence, where all are equally long."""
 
     def weights(self) -> float:
-        ema, lora = getattr(self.spec.train, "ema", None) is not None, self.spec.model.lora
+        ema = getattr(self.spec.train, "ema", None) is not None
+        return self.base(self.kept) + self.adapters * 4 + ema * self.gradients()
+
+    def base(self, each: int) -> float:
+        """The model without adapters, with so many bytes a weight that is not in 4 bits."""
+        lora = self.spec.model.lora
         quantized = 0 if lora is None or lora.quantize is None else self.frozen
         four = 0.5 + ((1 + 4 / 256) / 64 if lora is not None and lora.double_quantize else 4 / 64)
-        whole = (self.total - quantized) * self.kept + quantized * four
-        return whole + self.adapters * 4 + ema * self.gradients()
+        return (self.total - quantized) * each + quantized * four
 
     def gradients(self) -> float:
         return self.whole * self.kept + self.adapters * 4
@@ -147,13 +154,17 @@ class _Sizes:
             wide += 2 * rows + 2 * kv + shape.heads
             numbers += rows * read("o_proj") + (rows + 2 * kv) * (shape.qk_norm is not None)
         else:
-            turned = self.cuda and shape.qk_norm is None  # our kernel turns queries and keys where they lie
+            # Our kernel turns queries and keys where they lie; learned positions turn none.
+            turned = (self.cuda and shape.qk_norm is None) or shape.positions is not None
             numbers += (rows + 2 * kv) + (rows + kv) * (not turned) + rows
             wide += shape.heads
+        if shape.sinks and not self.cuda:  # attention by whole products, with a key and a value for each head
+            wide += shape.heads * (self.longest + 16)
+            numbers += 2 * (rows - kv)
         eager = shape.activation is not None  # autograd's own gate keeps its nonlinear half too
         if shape.moe is None or shape.moe.shared_width:
             hidden = shape.hidden if shape.moe is None else shape.moe.shared_width
-            numbers += (2 + eager + read("down_proj")) * hidden
+            numbers += ((2 + eager if shape.gated else 1) + read("down_proj")) * hidden
         if shape.moe is not None:
             numbers += shape.moe.active * (2 * width + (3 + eager) * shape.moe.mlp)
             wide += 3 * shape.moe.experts + width * (used == 2)
@@ -182,9 +193,9 @@ def _others(spec: LanguageModelSpec, shape: Shape, sizes: _Sizes) -> dict[str, f
     rows: dict[str, float] = {}
     posttrain = isinstance(spec, PosttrainSpec)
     if isinstance(spec, DpoSpec) or (posttrain and spec.algorithm.needs_reference):
-        rows[REFERENCE] = (sizes.total + sizes.adapters) * sizes.used
+        rows[REFERENCE] = sizes.base(sizes.used)
     if posttrain and spec.algorithm.critic is not None:
-        rows[VALUE] = sizes.total * (2 * sizes.kept + 8)
+        rows[VALUE] = sizes.weights() + sizes.gradients() + 8 * sizes.trained
     if isinstance(spec, WritingSpec) and (spec.samples.prompts or spec.suites):
         rows["generator"] = sizes.total * 4
     if isinstance(spec, PosttrainSpec | DistillSpec) and spec.rollout.generator is None and not spec.cluster.generators:
