@@ -1,5 +1,6 @@
 """Progress: a live line on a real terminal, plain lines at growing intervals elsewhere, silence when quiet."""
 
+import contextlib
 import io
 import itertools
 import os
@@ -168,3 +169,17 @@ def test_rate_of_a_row_that_is_done_stays_while_others_go_on():
     time.sleep(0.05)
     progress.update(100, row="a")
     assert progress.rows["a"].rate() == rate
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_reader_that_goes_away_ends_the_lines_not_the_run(clock, terminal: bool):
+    leader, follower = pty.openpty() if terminal else os.pipe()
+    stream = open(follower, "w")  # noqa: SIM115  closing it may fail
+    shown = Progress(100, stream=stream)
+    os.close(leader)
+    for done in range(10):
+        clock.now += 60.0
+        shown.update(done)
+    shown.close()
+    with contextlib.suppress(OSError):
+        stream.close()

@@ -69,7 +69,9 @@ def format_of(out: Path, to: str | None) -> str:
     """The format that is asked for, else that of the file's ending."""
     known = to or {ending: name for name, ending in FORMATS.items()}.get(out.suffix)
     if known not in FORMATS:
-        raise UsageError(f"{out}: expected --to {' or '.join(FORMATS)}, or a file that ends in .onnx or .pt")
+        raise UsageError(
+            f"{out}: expected --to {', '.join(FORMATS)} or transitions, or a file that ends in .onnx or .pt"
+        )
     return known
 
 

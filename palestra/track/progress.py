@@ -1,8 +1,12 @@
-"""The progress of a run: a live line on a terminal, a plain line at intervals elsewhere, nothing when quiet."""
+"""The progress of a run: a live line on a terminal, a plain line at intervals elsewhere, nothing when quiet.
+
+A terminal or pipe that goes away meanwhile ends the lines, not the run.
+"""
 
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -70,19 +74,25 @@ class Progress(AbstractContextManager["Progress"]):
         if state.until is None and done >= state.total:
             state.until = time.monotonic()
         if time.monotonic() >= self._due:
-            self._show()
+            self._shown(self._show)
 
     def close(self) -> None:
         """Show the last state and release the terminal."""
         if not self._enabled:
             return
-        self._show()
+        self._shown(self._show)
         if self._live is not None:
-            self._live.stop()
+            self._shown(self._live.stop)
         self._enabled = False
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
+
+    def _shown(self, show: Callable[[], None]) -> None:
+        try:
+            show()
+        except OSError:  # nobody reads any more
+            self._enabled = False
 
     def _show(self) -> None:
         if self._live is not None:
