@@ -155,10 +155,10 @@ def show_runs(root: Path, *, as_json: bool, watch: float | None, **wanted: Any) 
 def _run_rows(root: Path, *, name: str | None, states: Sequence[str], sort: str, limit: int) -> list[dict[str, Any]]:
     """At most `limit` runs of a name or pattern in these states, if any are given, in the order `sort`."""
     runs = list_runs(root)
-    names = sorted({run.name for run in runs})
+    names = sorted({run.path.parent.name for run in runs})
     if name is not None and not fnmatch.filter(names, name):
         raise UsageError(f"no runs named {name} in {root}. {did_you_mean(name, names)}".rstrip())
-    rows = [_run_row(run) for run in runs if name is None or fnmatch.fnmatch(run.name, name)]
+    rows = [_run_row(run) for run in runs if name is None or fnmatch.fnmatch(run.path.parent.name, name)]
     rows = [row for row in rows if not states or row["state"] in states]
     if sort in ("name", "state"):
         rows.sort(key=lambda row: row[sort])
@@ -168,7 +168,8 @@ def _run_rows(root: Path, *, name: str | None, states: Sequence[str], sort: str,
 
 
 def _run_row(run: Run) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": run.name, "id": run.id, "path": str(run.path), "headline": {}}
+    # By its folder, as `open_run` finds it: what trial.json says may be unreadable, or from before a rename.
+    row: dict[str, Any] = {"name": run.path.parent.name, "id": run.path.name, "path": str(run.path), "headline": {}}
     try:
         return row | {"state": run.state, "seeds": run.seeds, "created": run.created} | run.progress()
     except PalestraError as error:  # one damaged run must not hide the others
