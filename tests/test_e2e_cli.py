@@ -1,5 +1,6 @@
 """The commands on real run folders: what they print, and what they cost to start."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -100,6 +101,35 @@ def test_runs_lists_state_step_headline_and_age(finished):
     assert "no runs named shart in runs. Did you mean 'short'?" in unknown.stderr
 
 
+def test_runs_lists_the_others_beside_a_damaged_and_a_renamed_one(scratch, finished):
+    for name in ("short", "renamed"):
+        shutil.copytree(finished.path / "runs" / "short", scratch.path / "runs" / name)
+    damaged = scratch.path / "runs" / "torn" / finished.trial().name
+    shutil.copytree(finished.trial(), damaged)
+    (damaged / "trial.json").write_bytes(b"")
+    result = scratch.here("runs", "--sort", "name", "--json")
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)
+    assert [(row["name"], row["state"]) for row in rows] == [
+        ("renamed", "done"),
+        ("short", "done"),
+        ("torn", "unreadable"),
+    ]
+    assert "trial.json is not valid JSON" in rows[2]["error"]
+    assert scratch.here("diff", f"renamed/{rows[0]['id']}", "short").returncode == 0  # as it is listed
+
+
+def test_standard_streams_that_are_closed_are_nobodys(scratch):
+    def closed(*arguments: str) -> int:
+        command = [sys.executable, "-m", "palestra", *arguments]
+        shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
+        return subprocess.run(shell, cwd=scratch.path, env=ENVIRONMENT).returncode
+
+    assert closed("check", scratch.spec()) == 0
+    assert closed("check", "no.yaml") == 2
+    assert closed("runs") == 0
+
+
 def test_runs_in_an_empty_folder_says_so(scratch):
     result = scratch("runs")
     assert result.returncode == 0
@@ -132,6 +162,15 @@ def test_plot_writes_png_and_svg_that_open(scratch, finished, two_seeds):
     result = scratch.here("plot", "short", "--metric", "retrun")
     assert result.returncode == 2
     assert "return" in result.stderr
+
+
+def test_report_names_the_file_of_a_run_that_is_missing(scratch, finished):
+    shutil.copytree(finished.path / "runs", scratch.path / "runs")
+    next(scratch.path.glob("runs/short/*/sessions/0/spec.yaml")).unlink()
+    result = scratch.here("report", "short")
+    assert result.returncode == 1
+    assert "spec.yaml" in result.stderr
+    assert "cannot write" not in result.stderr
 
 
 def test_train_ends_with_results_the_folder_and_the_plot(finished):
