@@ -1,11 +1,13 @@
 """The commands on real run folders: what they print, and what they cost to start."""
 
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree
+from contextlib import redirect_stdout
 
 import pytest
 from conftest import ENVIRONMENT
@@ -13,6 +15,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from palestra.cli.main import app
+from palestra.cli.show import show_result
+from palestra.runs.run import open_run
 
 COMMANDS = (
     *(
@@ -171,6 +175,29 @@ def test_report_names_the_file_of_a_run_that_is_missing(scratch, finished):
     assert result.returncode == 1
     assert "spec.yaml" in result.stderr
     assert "cannot write" not in result.stderr
+
+
+def test_metric_that_is_not_a_number_is_shown_and_comes_last(scratch, finished):
+    """As of a policy that diverged: NaN, which has no place in an order, in status.json, and null in summary.json."""
+    headlines = {"first": 1.0, "nothing": float("nan"), "second": 2.0}
+    for name, value in headlines.items():
+        folder = scratch.path / "runs" / name / finished.trial().name
+        shutil.copytree(finished.trial(), folder)
+        status = json.loads((folder / "sessions/0/status.json").read_text())
+        status["progress"]["headline"]["eval/return"] = value
+        (folder / "sessions/0/status.json").write_text(json.dumps(status))
+    rows = json.loads(scratch.here("runs", "--sort", "eval/return", "--json").stdout)
+    assert [row["name"] for row in rows] == ["second", "first", "nothing"]
+    run = open_run("nothing", scratch.path / "runs")
+    (run.path / "summary.json").write_text(json.dumps({"eval/return": None, "eval/return_by_seed": {"0": None}}))
+    with redirect_stdout(io.StringIO()) as printed:
+        show_result(run)
+    assert re.search(r"evaluation +return nan", printed.getvalue())
+    for path in run.path.glob("sessions/0/metrics.jsonl"):
+        path.write_text('{"step": 1, "frame": 128, "mine": NaN, "other": 1.0}\n')
+    told = scratch.here("plot", "nothing", "--metric", "mine").stderr
+    assert "no values of 'mine'" in told
+    assert "Did you mean 'mine'" not in told
 
 
 def test_train_ends_with_results_the_folder_and_the_plot(finished):

@@ -119,8 +119,9 @@ def show_result(run: Run) -> None:
     summary, lines = run.summary(), []
     for metric in ("eval/return", "eval/loss", "eval/bits_per_byte", "eval/accuracy"):
         if metric in summary:
+            value = math.nan if summary[metric] is None else summary[metric]  # as JSON has it
             digits, seeds = 1 if metric == "eval/return" else 3, summary[f"{metric}_by_seed"]
-            text = f"{metric.removeprefix('eval/').replace('_', ' ')} {summary[metric]:.{digits}f}"
+            text = f"{metric.removeprefix('eval/').replace('_', ' ')} {value:.{digits}f}"
             if len(seeds) > 1:
                 text += f" ({', '.join(f'seed {seed}: {value:.{digits}f}' for seed, value in seeds.items())})"
             lines.append(("" if lines else "evaluation", text))
@@ -163,8 +164,13 @@ def _run_rows(root: Path, *, name: str | None, states: Sequence[str], sort: str,
     if sort in ("name", "state"):
         rows.sort(key=lambda row: row[sort])
     elif sort != "age":  # list_runs sorts by age
-        rows.sort(key=lambda row: row["headline"].get(sort, row.get(sort, -math.inf)), reverse=True)
+        rows.sort(key=lambda row: _rank(row["headline"].get(sort, row.get(sort))), reverse=True)
     return rows[:limit]
+
+
+def _rank(value: Any) -> float:
+    """A value to sort by: what is missing or NaN, which has no place in an order, is the least."""
+    return value if isinstance(value, int | float) and not math.isnan(value) else -math.inf
 
 
 def _run_row(run: Run) -> dict[str, Any]:
