@@ -51,9 +51,10 @@ def test_output_whose_removal_was_killed_is_made_again(outputs, monkeypatch):
     def killed(*arguments, **options):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", killed)
-        outputs.remove(address(one))
+        with pytest.raises(KeyboardInterrupt):
+            outputs.remove(address(one))
     assert outputs.done(address(one)) is None
     run([one], outputs)
     assert outputs.done(address(one)) is not None
