@@ -239,6 +239,16 @@ def test_variables_with_an_empty_default_are_null_alone_and_nothing_inside_text(
         load("v.yaml", variables=given)
 
 
+def test_variables_with_two_defaults_are_refused(write):
+    given = {"env": "Acrobot-v1", "frames": 1000, "n": "7"}
+    text = VARIABLES.replace("ppo_${env}_${n}", "ppo_${lr:1e-3}")
+    write(v=text.replace("${lr}", "${lr:1e-3}"))
+    assert plain(load("v.yaml", variables=given).spec)["algorithm"]["lr"] == 1e-3
+    write(v=text.replace("${lr}", "${lr:2}"))
+    with pytest.raises(UsageError, match=r"\$\{lr\} has two defaults in the spec, '1e-3' and '2'"):
+        load("v.yaml", variables=given)
+
+
 def test_variables_without_a_name_stay_text(write):
     write(v=VARIABLES.replace("ppo_${env}_${n}", "${:x}"))
     with pytest.raises(UsageError, match=r"name: .* got '\$\{:x\}'"):

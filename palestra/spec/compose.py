@@ -155,7 +155,11 @@ def fill(tree: Tree, given: Mapping[str, Any]) -> Filled:
     """Replace every `${var}` that has a value; a scalar that is nothing but `${var}` gets the value's YAML type."""
     uses: list[tuple[DataPath, str]] = []
     origins = dict(tree.origins)
-    defaults = dict(_defaults(tree.data))
+    defaults: dict[str, str] = {}
+    for name, default in _defaults(tree.data):
+        if defaults.setdefault(name, default) != default:
+            both = f"'{defaults[name]}' and '{default}'"
+            raise UsageError(f"the variable ${{{name}}} has two defaults in the spec, {both}: give it one of them")
     values = {**defaults, **given}
 
     def visit(value: Any, path: DataPath) -> Any:
