@@ -304,6 +304,18 @@ def count_and_stop(moment: HookContext) -> dict[str, float]:
     return {"hook/twice": 2 * moment.metrics["episodes"], "hook/action": float(moment.policy.act(np.zeros(4)))}
 
 
+def numpy_numbers(moment):
+    several = {"several": np.ones(2)} if moment.step == 2 else {}
+    return {"single": np.float32(0.5), **several}
+
+
+def test_hook_that_returns_an_array_is_named_and_a_numpy_scalar_is_a_number(tmp_path):
+    with pytest.raises(PalestraError, match="the hook test_e2e_api:numpy_numbers raised ValueError at step 2"):
+        run({**TINY, "env": "CartPole-v1"}, root=tmp_path, hooks=["test_e2e_api:numpy_numbers"])
+    (trial,) = palestra.list_runs(tmp_path)
+    assert [row["single"] for row in trial.metrics()] == [0.5]
+
+
 def test_hook_adds_metrics_and_stops_the_run_which_counts_as_done(tmp_path):
     done = run(
         {**TINY, "env": "CartPole-v1"}, root=tmp_path, train__frames=10**5, hooks=["test_e2e_api:count_and_stop"]

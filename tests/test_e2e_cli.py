@@ -1,10 +1,13 @@
 """The commands on real run folders: what they print, and what they cost to start."""
 
+import io
+import json
 import re
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree
+from contextlib import redirect_stdout
 
 import pytest
 from conftest import ENVIRONMENT
@@ -12,6 +15,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from palestra.cli.main import app
+from palestra.cli.show import show_result
+from palestra.runs.run import open_run
 
 COMMANDS = (
     *(
@@ -100,6 +105,35 @@ def test_runs_lists_state_step_headline_and_age(finished):
     assert "no runs named shart in runs. Did you mean 'short'?" in unknown.stderr
 
 
+def test_runs_lists_the_others_beside_a_damaged_and_a_renamed_one(scratch, finished):
+    for name in ("short", "renamed"):
+        shutil.copytree(finished.path / "runs" / "short", scratch.path / "runs" / name)
+    damaged = scratch.path / "runs" / "torn" / finished.trial().name
+    shutil.copytree(finished.trial(), damaged)
+    (damaged / "trial.json").write_bytes(b"")
+    result = scratch.here("runs", "--sort", "name", "--json")
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)
+    assert [(row["name"], row["state"]) for row in rows] == [
+        ("renamed", "done"),
+        ("short", "done"),
+        ("torn", "unreadable"),
+    ]
+    assert "trial.json is not valid JSON" in rows[2]["error"]
+    assert scratch.here("diff", f"renamed/{rows[0]['id']}", "short").returncode == 0  # as it is listed
+
+
+def test_standard_streams_that_are_closed_are_nobodys(scratch):
+    def closed(*arguments: str) -> int:
+        command = [sys.executable, "-m", "palestra", *arguments]
+        shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
+        return subprocess.run(shell, cwd=scratch.path, env=ENVIRONMENT).returncode
+
+    assert closed("check", scratch.spec()) == 0
+    assert closed("check", "no.yaml") == 2
+    assert closed("runs") == 0
+
+
 def test_runs_in_an_empty_folder_says_so(scratch):
     result = scratch("runs")
     assert result.returncode == 0
@@ -132,6 +166,38 @@ def test_plot_writes_png_and_svg_that_open(scratch, finished, two_seeds):
     result = scratch.here("plot", "short", "--metric", "retrun")
     assert result.returncode == 2
     assert "return" in result.stderr
+
+
+def test_report_names_the_file_of_a_run_that_is_missing(scratch, finished):
+    shutil.copytree(finished.path / "runs", scratch.path / "runs")
+    next(scratch.path.glob("runs/short/*/sessions/0/spec.yaml")).unlink()
+    result = scratch.here("report", "short")
+    assert result.returncode == 1
+    assert "spec.yaml" in result.stderr
+    assert "cannot write" not in result.stderr
+
+
+def test_metric_that_is_not_a_number_is_shown_and_comes_last(scratch, finished):
+    """As of a policy that diverged: NaN, which has no place in an order, in status.json, and null in summary.json."""
+    headlines = {"first": 1.0, "nothing": float("nan"), "second": 2.0}
+    for name, value in headlines.items():
+        folder = scratch.path / "runs" / name / finished.trial().name
+        shutil.copytree(finished.trial(), folder)
+        status = json.loads((folder / "sessions/0/status.json").read_text())
+        status["progress"]["headline"]["eval/return"] = value
+        (folder / "sessions/0/status.json").write_text(json.dumps(status))
+    rows = json.loads(scratch.here("runs", "--sort", "eval/return", "--json").stdout)
+    assert [row["name"] for row in rows] == ["second", "first", "nothing"]
+    run = open_run("nothing", scratch.path / "runs")
+    (run.path / "summary.json").write_text(json.dumps({"eval/return": None, "eval/return_by_seed": {"0": None}}))
+    with redirect_stdout(io.StringIO()) as printed:
+        show_result(run)
+    assert re.search(r"evaluation +return nan", printed.getvalue())
+    for path in run.path.glob("sessions/0/metrics.jsonl"):
+        path.write_text('{"step": 1, "frame": 128, "mine": NaN, "other": 1.0}\n')
+    told = scratch.here("plot", "nothing", "--metric", "mine").stderr
+    assert "no values of 'mine'" in told
+    assert "Did you mean 'mine'" not in told
 
 
 def test_train_ends_with_results_the_folder_and_the_plot(finished):

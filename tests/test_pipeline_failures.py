@@ -134,12 +134,13 @@ def test_status_that_a_step_wrote_itself_is_neither_done_nor_accepted(outputs):
     assert not list(outputs.prefix.glob("own-*/status.json")) or not outputs.earlier("own")
 
 
-def test_folder_in_the_way_of_an_output_is_told_and_kept(outputs):
-    target = number(value=1)
+def test_folder_in_the_way_of_an_output_is_told_before_the_work_and_kept(outputs, journal):
+    target = number(value=1, journal=str(journal))
     (outputs.path(address(target)) / "mine").mkdir(parents=True)
     with pytest.raises(PipelineFailed, match="is in the way of a step's output"):
         run([target, number(value=2)], outputs)
     assert (outputs.path(address(target)) / "mine").is_dir()
+    assert not noted(journal)
     assert value(outputs, number(value=2)) == 2
 
 

@@ -44,6 +44,23 @@ def test_outputs_are_listed_removed_and_made_again(outputs):
     assert address(one) in {entry.address for entry in outputs.stored()}
 
 
+def test_output_whose_removal_was_killed_is_made_again(outputs, monkeypatch):
+    one = number(value=1)
+    run([one], outputs)
+
+    def killed(*arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            outputs.remove(address(one))
+    assert outputs.done(address(one)) is None
+    run([one], outputs)
+    assert outputs.done(address(one)) is not None
+    assert not list(outputs.prefix.rglob(".removed-*"))
+
+
 def test_step_that_is_running_is_not_removed(outputs):
     one = number(value=1)
     run([one], outputs)

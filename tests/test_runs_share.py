@@ -1,6 +1,7 @@
 """Pushing and pulling runs: whole, checked, resumable, and only finished ones published."""
 
 import json
+import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -75,6 +76,13 @@ def test_push_again_sends_only_what_changed(run, tmp_path):
     assert push(run, tmp_path / "shared") == (1, first)
     folder = pull_run(run.name, *at(tmp_path / "shared"), root=tmp_path / "other")
     assert (folder / "notes.txt").read_text() == "newer"
+
+
+def test_push_leaves_out_links_to_nothing_and_pipes(run, tmp_path):
+    first, _ = push(run, tmp_path / "shared")
+    (run.path / "debug.log").symlink_to(tmp_path / "gone")
+    os.mkfifo(run.path / "pipe")
+    assert push(run, tmp_path / "shared") == (0, first)
 
 
 def test_push_that_broke_off_is_no_run_and_the_next_one_goes_on(run, tmp_path, monkeypatch):

@@ -229,6 +229,32 @@ def test_variables_with_a_default_need_no_value_and_take_one(write):
     assert (data["name"], data["algorithm"]["lr"]) == ("ppo_8", 3e-4)
 
 
+def test_variables_with_an_empty_default_are_null_alone_and_nothing_inside_text(write):
+    text = VARIABLES.replace("ppo_${env}_${n}", "ppo${suffix:}").replace("${lr}", "${lr:}")
+    write(v=text)
+    given = {"env": "Acrobot-v1", "frames": 1000, "n": "7"}
+    assert plain(load("v.yaml", variables={**given, "lr": "3e-4"}).spec)["name"] == "ppo"
+    assert plain(load("v.yaml", variables={**given, "lr": "3e-4", "suffix": "_b"}).spec)["name"] == "ppo_b"
+    with pytest.raises(UsageError, match=r"v\.yaml:4  algorithm\.lr: .* got null"):
+        load("v.yaml", variables=given)
+
+
+def test_variables_with_two_defaults_are_refused(write):
+    given = {"env": "Acrobot-v1", "frames": 1000, "n": "7"}
+    text = VARIABLES.replace("ppo_${env}_${n}", "ppo_${lr:1e-3}")
+    write(v=text.replace("${lr}", "${lr:1e-3}"))
+    assert plain(load("v.yaml", variables=given).spec)["algorithm"]["lr"] == 1e-3
+    write(v=text.replace("${lr}", "${lr:2}"))
+    with pytest.raises(UsageError, match=r"\$\{lr\} has two defaults in the spec, '1e-3' and '2'"):
+        load("v.yaml", variables=given)
+
+
+def test_variables_without_a_name_stay_text(write):
+    write(v=VARIABLES.replace("ppo_${env}_${n}", "${:x}"))
+    with pytest.raises(UsageError, match=r"name: .* got '\$\{:x\}'"):
+        load("v.yaml", variables={"env": "Acrobot-v1", "frames": 1000, "n": "7", "lr": 1e-3})
+
+
 def test_variables_unfilled_are_all_listed_with_their_lines(write):
     write(v=VARIABLES)
     with pytest.raises(UsageError) as caught:

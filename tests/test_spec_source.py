@@ -107,6 +107,10 @@ def test_origins_of_keys_and_items_are_their_lines():
         ("a:\n  1: x\n", "x.yaml:2: the key 1 is not text; put quotes around it"),
         ("? [a]\n: 1\n", "is not text"),
         ("a: \x00\n", "not valid YAML"),
+        ("a: 1\nb: !!int x\n", "x.yaml:2: 'x' is not of the type in its tag, int"),
+        ("a: !!float 1.x\n", "x.yaml:1: '1.x' is not of the type in its tag, float"),
+        ("a: !!bool yes\n", "x.yaml:1: 'yes' is not of the type in its tag, bool"),
+        (f"a: {'9' * 5000}\n", "x.yaml:1: a number of 5000 digits is too large"),
     ],
 )
 def test_text_that_is_no_plain_data_is_refused_with_its_line(text, expected):

@@ -123,6 +123,14 @@ def test_values_axis_with_of_sets_all_its_fields():
     ]
 
 
+def test_whole_number_is_multiplied_to_a_whole_number_where_it_comes_out_even():
+    found = points(spec({"axes": {"size": {"multiply": [0.5, 1, 2], "of": ["train.batch"]}}}))
+    batch = found[1].spec.train.batch
+    assert [point.spec.train.batch for point in found] == [batch // 2, batch, 2 * batch]
+    with pytest.raises(UsageError, match=r"train\.batch: expected a whole number"):
+        spec({"axes": {"size": {"multiply": [0.37], "of": ["train.batch"]}}})
+
+
 def test_points_are_laid_over_the_spec_and_factors_come_last():
     sweep = {
         "axes": {

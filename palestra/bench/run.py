@@ -213,7 +213,7 @@ def _run(
             error, state = outcome.error, "done"
             if error is not None:
                 stopped = getattr(error, "exit_code", 1) == Interrupted.exit_code
-                state = "stopped" if stopped else f"failed: {error}".splitlines()[0]
+                state = "stopped" if stopped else f"failed: {getattr(error, 'message', error)}".splitlines()[0]
                 state = "killed" if isinstance(error, CancelledError) else state
                 if not over.requested:
                     failed[outcome.item.name] = f"  {outcome.item.name}: {error}"

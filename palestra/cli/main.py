@@ -4,6 +4,7 @@ The parameters of a command have the names of the API function that it calls, so
 """
 
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -224,8 +225,9 @@ def report(
     from palestra.runs.store import clear_write_errors, write_bytes
     from palestra.view.report import report as page
 
+    content = page([open_run(name, runs) for name in run]).encode()
     with clear_write_errors(out):
-        write_bytes(out, page([open_run(name, runs) for name in run]).encode())
+        write_bytes(out, content)
     typer.echo(out)
 
 
@@ -436,9 +438,19 @@ def pull(
     typer.echo(pull_run(name, *open_filesystem(place(from_)[0]), root=runs))
 
 
+def _open_streams() -> None:
+    """Open what the parent has closed, as some daemons do, so that no file gets the number of a standard stream."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115  open until the process ends
+            os.set_inheritable(stream.fileno(), True)  # workers print too
+            setattr(sys, name, stream)
+
+
 def main() -> None:
     """Run the command line; every error ends in one paragraph and its exit code."""
     debug = "--debug" in sys.argv
+    _open_streams()
     sys.stdout, sys.stderr = Terminal(sys.stdout), Terminal(sys.stderr)  # pyrefly: ignore[bad-assignment]
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger().handlers[0].setLevel(logging.WARNING)  # log.txt has the rest

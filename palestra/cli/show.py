@@ -119,8 +119,9 @@ def show_result(run: Run) -> None:
     summary, lines = run.summary(), []
     for metric in ("eval/return", "eval/loss", "eval/bits_per_byte", "eval/accuracy"):
         if metric in summary:
+            value = math.nan if summary[metric] is None else summary[metric]  # as JSON has it
             digits, seeds = 1 if metric == "eval/return" else 3, summary[f"{metric}_by_seed"]
-            text = f"{metric.removeprefix('eval/').replace('_', ' ')} {summary[metric]:.{digits}f}"
+            text = f"{metric.removeprefix('eval/').replace('_', ' ')} {value:.{digits}f}"
             if len(seeds) > 1:
                 text += f" ({', '.join(f'seed {seed}: {value:.{digits}f}' for seed, value in seeds.items())})"
             lines.append(("" if lines else "evaluation", text))
@@ -155,20 +156,26 @@ def show_runs(root: Path, *, as_json: bool, watch: float | None, **wanted: Any) 
 def _run_rows(root: Path, *, name: str | None, states: Sequence[str], sort: str, limit: int) -> list[dict[str, Any]]:
     """At most `limit` runs of a name or pattern in these states, if any are given, in the order `sort`."""
     runs = list_runs(root)
-    names = sorted({run.name for run in runs})
+    names = sorted({run.path.parent.name for run in runs})
     if name is not None and not fnmatch.filter(names, name):
         raise UsageError(f"no runs named {name} in {root}. {did_you_mean(name, names)}".rstrip())
-    rows = [_run_row(run) for run in runs if name is None or fnmatch.fnmatch(run.name, name)]
+    rows = [_run_row(run) for run in runs if name is None or fnmatch.fnmatch(run.path.parent.name, name)]
     rows = [row for row in rows if not states or row["state"] in states]
     if sort in ("name", "state"):
         rows.sort(key=lambda row: row[sort])
     elif sort != "age":  # list_runs sorts by age
-        rows.sort(key=lambda row: row["headline"].get(sort, row.get(sort, -math.inf)), reverse=True)
+        rows.sort(key=lambda row: _rank(row["headline"].get(sort, row.get(sort))), reverse=True)
     return rows[:limit]
 
 
+def _rank(value: Any) -> float:
+    """A value to sort by: what is missing or NaN, which has no place in an order, is the least."""
+    return value if isinstance(value, int | float) and not math.isnan(value) else -math.inf
+
+
 def _run_row(run: Run) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": run.name, "id": run.id, "path": str(run.path), "headline": {}}
+    # By its folder, as `open_run` finds it: what trial.json says may be unreadable, or from before a rename.
+    row: dict[str, Any] = {"name": run.path.parent.name, "id": run.path.name, "path": str(run.path), "headline": {}}
     try:
         return row | {"state": run.state, "seeds": run.seeds, "created": run.created} | run.progress()
     except PalestraError as error:  # one damaged run must not hide the others

@@ -145,11 +145,12 @@ class Outputs:
         """
         folder = self.partial(address, attempt)
         with self.lease(address).held_by(attempt):
+            self._refuse_in_the_way(address)  # before the work, which may take days
             for left in self.partials(address):
                 if resumes and (left == folder or not folder.exists()):
                     left.rename(folder)
                 else:  # moved first: a kill during the removal would leave a folder that looks like an attempt's
-                    left.rename(self.prefix / ".steps" / address / f".removed-{uuid.uuid4().hex[:8]}")
+                    left.rename(self._removed(address))
             folder.mkdir(parents=True, exist_ok=True)
         for rest in self.log(address).parent.glob(".removed-*"):
             shutil.rmtree(rest, ignore_errors=True)
@@ -187,12 +188,19 @@ class Outputs:
         folder, final = self.half_done(address), self.path(address)
         if folder is None:
             return False
-        if final.exists():  # without a status, else the step would not have run: not ours, and not to be lost
+        try:
+            self._refuse_in_the_way(address)
+        except UsageError:
             (folder / STATUS).unlink()
-            raise UsageError(f"{final} is in the way of a step's output: it has no {STATUS}. Move it elsewhere.")
+            raise
         folder.rename(final)
         sync_folder(final.parent)
         return True
+
+    def _refuse_in_the_way(self, address: str) -> None:
+        final = self.path(address)
+        if final.exists():  # without a status, else the step would not run: not ours, and not to be lost
+            raise UsageError(f"{final} is in the way of a step's output: it has no {STATUS}. Move it elsewhere.")
 
     def publish_log(self, address: str) -> None:
         """Upload the log for other machines; a local one is readable already."""
@@ -246,8 +254,16 @@ class Outputs:
         return self.lease(address.partition(".partial-")[0]).holder() is None
 
     def _delete(self, address: str) -> None:
-        (self.path(address) / STATUS).unlink(missing_ok=True)  # first: what is left of it is no output
-        shutil.rmtree(self.path(address), ignore_errors=True)
+        removed = self._removed(address)
+        if self.path(address).exists():
+            self.path(address).rename(removed)  # first: what a kill leaves of it is no output, nor in the way of one
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def _removed(self, address: str) -> Path:
+        """A place for a folder until all of it is removed."""
+        folder = self.prefix / ".steps" / address
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f".removed-{uuid.uuid4().hex[:8]}"
 
 
 def open_outputs(prefix: str) -> Outputs:
@@ -305,6 +321,9 @@ class RemoteOutputs(Outputs):
 
     def half_done(self, address: str) -> Path | None:
         return None  # nothing is renamed
+
+    def _refuse_in_the_way(self, address: str) -> None:
+        """What is here is a copy: `commit` is what counts."""
 
     def fetch(self, address: str) -> Path:
         """The output of a step that is done, downloaded the first time; complete, or an error."""

@@ -47,7 +47,7 @@ def curves(runs: Sequence[Run], *, metric: str, x: str | None = None, out: Path)
     if columns and x not in columns:
         known = ", ".join(repr(name) for name in AXES if name in columns)
         raise UsageError(f"--x {x}: no such column; choose one of {known}")
-    known = sorted(columns - POSITION)
+    known = sorted(columns - POSITION - {metric})  # its own values are all NaN, if it is one
     drawn = [(run, curve) for run, rows in zip(runs, tables, strict=True) if (curve := seed_curve(rows, metric, x))]
     if not drawn:
         hint = did_you_mean(metric, known, f"There are: {', '.join(known) or 'no metrics yet'}.")

@@ -127,7 +127,9 @@ def call_hooks(hooks: dict[str, Hook], context: HookContext) -> None:
     """Call each hook; numbers that it returns are added to the row."""
     for name, hook in hooks.items():
         try:
-            context.metrics.update(hook(context) or {})
+            returned = hook(context) or {}
+            # .item(): NumPy and torch scalars; an array has none, and it is this hook that must be named.
+            context.metrics.update({k: v.item() if hasattr(v, "item") else v for k, v in returned.items()})
         except Exception as error:
             raise HookFailed(
                 f"the hook {name} raised {type(error).__name__} at step {context.step}: {error}"

@@ -202,11 +202,15 @@ def _get(files: "AbstractFileSystem", source: str, target: Path, about: dict[str
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """The files of a run, without hidden ones (leases, temporaries) and timelines, which are large."""
+    """The files of a run, without hidden ones (leases, temporaries) and timelines, which are large.
+
+    What a tracker leaves beside them, links to files that are gone and pipes, has no content to send.
+    """
     for where, folders, names in os.walk(folder):
         folders[:] = sorted(one for one in folders if not one.startswith("."))
         relative = Path(where).relative_to(folder)
-        sent = (name for name in sorted(names) if name[0] != "." and not fnmatch(name, FILES))
+        kept = (name for name in sorted(names) if name[0] != "." and not fnmatch(name, FILES))
+        sent = (name for name in kept if os.path.isfile(os.path.join(where, name)))
         yield from ((relative / name).as_posix() for name in sent)
 
 

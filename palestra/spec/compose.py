@@ -120,8 +120,7 @@ def _pick(file: Tree, reference: Reference) -> tuple[Tree, str | None]:
 
 
 # `$${` is a literal `${`.
-_TOKEN = re.compile(r"\$\$\{|\$\{([^{}:]+)(?::([^{}]+))?\}")
-_WHOLE = re.compile(r"\$\{[^{}]+\}")
+_TOKEN = re.compile(r"\$\$\{|\$\{([^{}:]+)(?::([^{}]*))?\}")
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,11 @@ def fill(tree: Tree, given: Mapping[str, Any]) -> Filled:
     """Replace every `${var}` that has a value; a scalar that is nothing but `${var}` gets the value's YAML type."""
     uses: list[tuple[DataPath, str]] = []
     origins = dict(tree.origins)
-    defaults = dict(_defaults(tree.data))
+    defaults: dict[str, str] = {}
+    for name, default in _defaults(tree.data):
+        if defaults.setdefault(name, default) != default:
+            both = f"'{defaults[name]}' and '{default}'"
+            raise UsageError(f"the variable ${{{name}}} has two defaults in the spec, {both}: give it one of them")
     values = {**defaults, **given}
 
     def visit(value: Any, path: DataPath) -> Any:
@@ -167,15 +170,15 @@ def fill(tree: Tree, given: Mapping[str, Any]) -> Filled:
         return text(value, path) if isinstance(value, str) else value
 
     def text(value: str, path: DataPath) -> Any:
-        names = [name for name, _ in _TOKEN.findall(value) if name]
+        names = [token[1] for token in _TOKEN.finditer(value) if token[1]]
         uses.extend((path, name) for name in names)
         used = [name for name in dict.fromkeys(names) if name in given]
         if used:
             how = ", ".join(f"-s {name}" for name in used)
             origins[path] = replace(origins.get(path, Origin()), how=how)
-        if _WHOLE.fullmatch(value) and names[0] in values:
-            whole = values[names[0]]
-            return read_value(whole, f"-s {names[0]}") if isinstance(whole, str) else whole
+        if (only := _TOKEN.fullmatch(value)) and only[1] in values:
+            whole = values[only[1]]
+            return read_value(whole, f"-s {only[1]}") if isinstance(whole, str) else whole
         return _TOKEN.sub(lambda token: str(values.get(token[1], token[0])) if token[1] else "${", value)
 
     return Filled(Tree(visit(tree.data, ()), origins), uses, defaults)
@@ -184,7 +187,7 @@ def fill(tree: Tree, given: Mapping[str, Any]) -> Filled:
 def _defaults(data: Any) -> Iterator[tuple[str, str]]:
     """Variables that have a default somewhere in the data, which holds wherever they stand."""
     if isinstance(data, str):
-        yield from ((name, default) for name, default in _TOKEN.findall(data) if default)
+        yield from ((token[1], token[2]) for token in _TOKEN.finditer(data) if token[2] is not None)
     for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
         yield from _defaults(value)
 

@@ -282,7 +282,8 @@ def _at(data: Any, path: str, axis: str) -> Any:
 def _times(value: Any, factor: float, path: str) -> Any:
     """A number times a factor; a schedule as a whole, that is its start and its end."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return value * factor
+        product = value * factor
+        return int(product) if isinstance(value, int) and float(product).is_integer() else product
     if isinstance(value, Mapping) and "start" in value:
         return {**value, **{key: value[key] * factor for key in ("start", "end") if key in value}}
     raise UsageError(f"sweep.axes: {path} is neither a number nor a schedule, so it cannot be multiplied")

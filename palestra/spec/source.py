@@ -76,6 +76,7 @@ _PLAIN: list[tuple[str, str, str]] = [
     ("float", _FLOAT, "-+.0123456789"),
     ("merge", r"<<", "<"),
 ]
+_PATTERNS = {name: re.compile(pattern) for name, pattern, _ in _PLAIN}
 
 
 def _add_scalars(target: type[yaml.SafeLoader] | type[yaml.SafeDumper]) -> None:
@@ -223,12 +224,17 @@ class _Reader:
         kind = node.tag.removeprefix(_TAG)
         if kind in ("str", "merge"):
             return text
+        if kind in _PATTERNS and not _PATTERNS[kind].fullmatch(text):
+            raise self.error(node, f"{text!r} is not of the type in its tag, {kind}")
         if kind == "bool":
             return text.lower() == "true"
         if kind == "null":
             return None
         if kind == "int":
-            return int(text.replace("_", ""), 0 if text.startswith(("0x", "0o")) else 10)
+            try:
+                return int(text.replace("_", ""), 0 if text.startswith(("0x", "0o")) else 10)
+            except ValueError as error:
+                raise self.error(node, f"a number of {len(text)} digits is too large") from error
         if kind == "float":
             return _number(text.replace("_", ""))
         raise self.error(node, f"unknown tag {node.tag!r}; a spec is plain data without tags")
