@@ -81,15 +81,15 @@ def value_loss(
     return squared
 
 
-def quantile_loss(values: Tensor, targets: Tensor, kappa: float = 1.0) -> Tensor:
-    """Quantile Huber loss over κ (Dabney et al. 2018, eq. 10), (B,): a sum over quantiles, a mean over targets.
+def quantile_loss(values: Tensor, targets: Tensor) -> Tensor:
+    """Quantile Huber loss with κ = 1 (Dabney et al. 2018, eq. 10), (B,): a sum over quantiles, a mean over targets.
 
     `values` (B, N) are the quantiles at (2i + 1) / 2N of one distribution a row, `targets` (B, M) samples of another.
     """
     number = values.shape[1]
     levels = (torch.arange(number, device=values.device, dtype=values.dtype) * 2 + 1) / (2 * number)
     over = targets[:, None, :] - values[:, :, None]  # (B, N, M)
-    huber = F.smooth_l1_loss(over, torch.zeros_like(over), reduction="none", beta=kappa)
+    huber = F.smooth_l1_loss(over, torch.zeros_like(over), reduction="none")
     return ((levels[:, None] - (over.detach() < 0).to(values.dtype)).abs() * huber).mean(dim=2).sum(dim=1)
 
 

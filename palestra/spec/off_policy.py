@@ -106,7 +106,7 @@ class OffPolicySpec(OptimizerSpec):
 
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_defaults(self, handler(self), "her", "sequence", "noisy", "huber", "optimizer", "weight_decay")
+        return without_defaults(self, handler(self), "her", "sequence", "noisy", "optimizer", "weight_decay")
 
     def updates_at_once(self, num_envs: int) -> int:
         """Gradient steps every `update_every` vector steps."""
@@ -146,14 +146,8 @@ class DQNSpec(OffPolicySpec):
     """Noisy output layers (Fortunato et al. 2018): σ₀ of their initial noise, 0.5 in the paper; null: none."""
     sequence: SequenceSpec = SequenceSpec()
     """Sequences that net.recurrent learns from; `batch` counts their steps without the burn-in."""
-    huber: float = Field(default=1.0, gt=0)
-    """δ of Huber's loss, also of quantiles: larger errors count by size, not squared. Rewards of ±100 want about 10."""
     max_grad_norm: float | None = Field(default=10.0, gt=0)
     """Gradient norm clipping; null: none."""
-
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.huber != 1 and isinstance(self.distributional, AtomsSpec):
-            yield Conflict(("huber",), "expected 1, because probabilities of atoms have another loss")
 
 
 class ActorCriticSpec(OffPolicySpec):

@@ -4,9 +4,8 @@ What it stores: transitions in a replay memory; prioritized, those with large TD
 How it acts: ε-greedily, independently in each environment, or by a softmax of the values, which may come from noisy
 layers; at random until `start`.
 How it learns: Q(s, a) towards r + γ^k · Q_target(s', a'), where a' is the best action of the target network or, double,
-of the learning one. The loss is Huber's over δ: beyond an error of δ its gradient grows no more, and what is learned
-lies between mean and median. Of a distribution of returns it learns quantiles, or probabilities of fixed atoms towards
-the target's, projected on them.
+of the learning one. The loss is Huber's with δ = 1: beyond an error of 1 its gradient grows no more. Of a distribution
+of returns it learns quantiles, or probabilities of fixed atoms towards the target's, projected on them.
 """
 
 import math
@@ -145,11 +144,9 @@ class DQN(OffPolicy):
         """Weighted mean of the Huber or quantile loss, or KL of the atoms; TD errors and metrics."""
         outputs, support = _of_action(net(batch.obs, noise), batch.actions), self.net.support  # (B, outputs)
         if self.spec.distributional is None:
-            each = F.smooth_l1_loss(outputs, targets, reduction="none", beta=self.spec.huber).squeeze(1)
-        elif support is None:
-            each = quantile_loss(outputs, targets, self.spec.huber)
+            each = F.smooth_l1_loss(outputs, targets, reduction="none").squeeze(1)
         else:
-            each = atoms_loss(outputs, targets)
+            each = quantile_loss(outputs, targets) if support is None else atoms_loss(outputs, targets)
         loss = each.mean() if batch.weights is None else (batch.weights * each).mean()
         values = self.net.expected(outputs.detach())
         errors = (values - (targets.mean(dim=1) if support is None else targets @ support)).abs()
