@@ -44,7 +44,7 @@ _SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _UNITS = frozenset(["cm", "mm", "km", "ft", "in", "kg", "lb", "lbs", "oz", "sq", "hr", "hrs", "mi", "yd", "gm"])
 _NO_UNITS = frozenset(["sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "and", "percent"])
 
-_SAME = str.maketrans({"−": "-", "–": "-", "‐": "-", "‑": "-", "％": "%", "＄": "$"})
+_SAME = str.maketrans({"−": "-", "–": "-", "‐": "-", "‑": "-", "－": "-", "﹣": "-", "％": "%", "＄": "$"})
 
 
 @dataclass(frozen=True)
