@@ -88,6 +88,8 @@ def test_problems_are_put_as_the_template_says(tmp_path):
             ["The answer is New York.", "It is here:\nnew york", r"\boxed{\text{New York}}"],
             ["York"],
         ),
+        ("words", "दिन", ["दिन।", r"\boxed{दिन}"], ["दान", "दीन"]),  # vowels after the first are marks
+        ("words", "São Paulo", ["SA\u0303O PAULO"], ["Sao Paulo"]),
     ],
 )
 def test_judge_compares_as_it_is_told(tmp_path, compare, answer, right, wrong):
