@@ -65,6 +65,24 @@ def test_reader_of_pieces_finds_the_same_as_of_the_whole(data):
 
 
 @pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("json", "[" * 100_000),
+        ("llama3", '{"a":' * 100_000),
+        ("hermes", "<tool_call>" + "[" * 100_000),
+        ("mistral", "[TOOL_CALLS]" + "[" * 100_000),
+    ],
+    ids=["json", "llama3", "hermes", "mistral"],
+)
+def test_reader_of_brackets_that_never_end_says_them(format, text):
+    assert read(format, [text]) == (text, [])
+
+
+def test_input_of_arguments_nested_too_deeply_is_their_text():
+    assert Call.of("add", "[" * 100_000).input == "[" * 100_000
+
+
+@pytest.mark.parametrize(
     ("template", "format"),
     [
         ("{{ '<tool_call>' }}", "hermes"),

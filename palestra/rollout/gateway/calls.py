@@ -42,7 +42,7 @@ class Call:
         """The arguments as an object; as a text where they are not JSON."""
         try:
             return json.loads(self.arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return self.arguments
 
 
@@ -125,7 +125,7 @@ def _parsed(text: str, format: Format) -> Iterator[Call]:
             value, place = DECODER.raw_decode(text, place)
             found += value if isinstance(value, list) else [value]
             place += len(text[place:]) - len(text[place:].lstrip(" ;\n"))
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: nested too deeply
         return
     calls = [call for one in found if (call := _call(one)) is not None]
     yield from calls if len(calls) == len(found) else ()
