@@ -82,6 +82,12 @@ def test_input_of_arguments_nested_too_deeply_is_their_text():
     assert Call.of("add", "[" * 100_000).input == "[" * 100_000
 
 
+def test_reader_of_a_call_with_an_endless_name_takes_linear_time():
+    # What grows with the square of the length does not end within the test's limit.
+    text = "[TOOL_CALLS]" + "a" * 200_000
+    assert read("mistral", [text]) == (text, [])
+
+
 @pytest.mark.parametrize(
     ("template", "format"),
     [

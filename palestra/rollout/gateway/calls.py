@@ -114,7 +114,7 @@ def _parsed(text: str, format: Format) -> Iterator[Call]:
         text = text.removeprefix("<tool_call>")
     elif format == "mistral":
         text = text.removeprefix("[TOOL_CALLS]")
-        if named := re.findall(r"\s*([\w.-]+)\[ARGS\]\s*(\{.*?\})\s*(?=\[TOOL_CALLS\]|$)", text, re.DOTALL):
+        if named := re.findall(r"(?<![\w.-])([\w.-]++)\[ARGS\]\s*(\{.*?\})\s*(?=\[TOOL_CALLS\]|$)", text, re.DOTALL):
             yield from (Call(name, arguments) for name, arguments in named)
             return
     else:
