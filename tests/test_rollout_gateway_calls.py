@@ -36,6 +36,10 @@ CASES: list[tuple[Format, str, str, list]] = [
     ("json", '```json\n{"name": "add", "arguments": {"a": 2}}\n```', "", TWO[:1]),
     ("json", '[{"name": "add", "arguments": {"a": 2}}, {"name": "sub", "arguments": "{\\"a\\": 3}"}]', "", TWO),
     ("json", '{"answer": 5}', '{"answer": 5}', []),
+    ("json", '{"name": "add", "arguments": {"a": NaN}}', '{"name": "add", "arguments": {"a": NaN}}', []),
+    ("json", '{"name": "add", "arguments": {"a": 1e999}}', '{"name": "add", "arguments": {"a": 1e999}}', []),
+    ("json", r'{"name": "\ud800", "arguments": {}}', r'{"name": "\ud800", "arguments": {}}', []),
+    ("hermes", r'<tool_call>"\ud800"</tool_call>', r'<tool_call>"\ud800"</tool_call>', []),
     ("json", "Just five.\n", "Just five.\n", []),
 ]
 
@@ -78,8 +82,9 @@ def test_reader_of_brackets_that_never_end_says_them(format, text):
     assert read(format, [text]) == (text, [])
 
 
-def test_input_of_arguments_nested_too_deeply_is_their_text():
-    assert Call.of("add", "[" * 100_000).input == "[" * 100_000
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a": NaN}', r'{"a": "\ud800"}', "two"], ids=range(4))
+def test_input_of_arguments_that_are_no_json_is_their_text(arguments):
+    assert Call.of("add", arguments).input == arguments
 
 
 def test_reader_of_a_call_with_an_endless_name_takes_linear_time():

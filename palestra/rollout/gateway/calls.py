@@ -41,7 +41,7 @@ class Call:
     def input(self) -> Any:
         """The arguments as an object; as a text where they are not JSON."""
         try:
-            return json.loads(self.arguments)
+            return _sendable(json.loads(self.arguments))
         except (ValueError, RecursionError):
             return self.arguments
 
@@ -123,7 +123,7 @@ def _parsed(text: str, format: Format) -> Iterator[Call]:
     try:
         while place < len(text):
             value, place = DECODER.raw_decode(text, place)
-            found += value if isinstance(value, list) else [value]
+            found += _sendable(value if isinstance(value, list) else [value])
             place += len(text[place:]) - len(text[place:].lstrip(" ;\n"))
     except (ValueError, RecursionError):  # the latter: nested too deeply
         return
@@ -137,3 +137,9 @@ def _call(value: Any) -> Call | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     return Call.of(value["name"], value.get("arguments", value.get("parameters", {})))
+
+
+def _sendable(value: Any) -> Any:
+    """The value; ValueError where it has what Python reads and no client can be sent: NaN, half of a surrogate pair."""
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
