@@ -22,6 +22,9 @@ CASES: list[tuple[Format, str, str, list]] = [
     ),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 2}}', "", TWO[:1]),  # the end of the turn closes it too
     ("hermes", "<tool_call>add 2</tool_call> or < so", "<tool_call>add 2</tool_call> or < so", []),
+    ("hermes", "Hm.\n\n<tool_call>add", "Hm.\n\n<tool_call>add", []),
+    ("hermes", "Hm.\n<tool_call>add</tool_call>", "Hm.\n<tool_call>add</tool_call>", []),
+    ("mistral", "Hm.\n[TOOL_CALLS]add", "Hm.\n[TOOL_CALLS]add", []),
     ("llama3", '<|python_tag|>{"name": "add", "parameters": {"a": 2}}', "", TWO[:1]),
     ("llama3", '{"name": "add", "parameters": {"a": 2}}; {"name": "sub", "parameters": {"a": 3}}', "", TWO),
     ("llama3", 'No: {"name": "add", "parameters": {"a": 2}}', 'No: {"name": "add", "parameters": {"a": 2}}', []),

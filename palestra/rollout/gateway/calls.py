@@ -97,13 +97,13 @@ class CallReader:
         if bare and self._text.lstrip().startswith(WHOLE):
             begins = [0]
         if begins:
-            said, self._text, self._open = self._text[: min(begins)].rstrip(), self._text[min(begins) :], True
+            said, self._open = self._text[: min(begins)].rstrip(), True
         else:
             body = self._text.rstrip()
             openers = (*OPENERS[self.format], *((WHOLE[-1],) if bare and len(body.lstrip()) == len(body) else ()))
             sizes = (n for opener in openers for n in range(len(opener) - 1, 0, -1) if body.endswith(opener[:n]))
             said = body[: len(body) - max(sizes, default=0)].rstrip()
-            self._text = self._text[len(said) :]
+        self._text = self._text[len(said) :]
         self._said = self._said or bool(said.strip())
         return said
 
@@ -111,9 +111,9 @@ class CallReader:
 def _parsed(text: str, format: Format) -> Iterator[Call]:
     """The calls of a text that begins with one; none where it is not well formed."""
     if format == "hermes":
-        text = text.removeprefix("<tool_call>")
+        text = text.lstrip().removeprefix("<tool_call>")
     elif format == "mistral":
-        text = text.removeprefix("[TOOL_CALLS]")
+        text = text.lstrip().removeprefix("[TOOL_CALLS]")
         if named := re.findall(r"(?<![\w.-])([\w.-]++)\[ARGS\]\s*(\{.*?\})\s*(?=\[TOOL_CALLS\]|$)", text, re.DOTALL):
             yield from (Call(name, arguments) for name, arguments in named)
             return
