@@ -135,6 +135,38 @@ def echo(prompt: str, sample: int) -> str:
     return f"{sample}:{len(prompt)}<|im_end|>"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "input"), [('"two"', {"input": "two"}), ("[2, 3]", {"input": [2, 3]}), ('"{\\"a\\": 2}"', {"a": 2})]
+)
+def test_input_of_a_call_is_an_object_for_anthropics_client_whatever_the_model_wrote(arguments, input, stream):
+    call = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call><|im_end|>'
+    with gateway_of(lambda prompt, sample: call) as lab:
+        asked: Any = {"model": "policy", "max_tokens": 200, "messages": [QUESTION]}
+        asked["tools"] = [{"name": "add", "input_schema": PARAMETERS}]
+        client = claude(lab, lab.session())
+        if stream:
+            with client.messages.stream(**asked) as events:
+                message = events.get_final_message()
+        else:
+            message = client.messages.create(**asked)
+    assert [(block.name, block.input) for block in message.content] == [("add", input)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_sequence_is_named_to_anthropics_client_whether_it_streams(stream):
+    with gateway_of(lambda prompt, sample: "Let me see. I see.<|im_end|>") as lab:
+        asked: Any = {"model": "policy", "max_tokens": 200, "messages": [QUESTION], "stop_sequences": ["no", " see"]}
+        client = claude(lab, lab.session())
+        if stream:
+            with client.messages.stream(**asked) as events:
+                message = events.get_final_message()
+        else:
+            message = client.messages.create(**asked)
+    assert message.content[0].text == "Let me"
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " see")
+
+
 def test_history_that_is_changed_forks_and_every_turn_is_trained_once():
     with gateway_of(echo) as lab:
         session = lab.session()

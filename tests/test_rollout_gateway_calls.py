@@ -22,6 +22,9 @@ CASES: list[tuple[Format, str, str, list]] = [
     ),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 2}}', "", TWO[:1]),  # the end of the turn closes it too
     ("hermes", "<tool_call>add 2</tool_call> or < so", "<tool_call>add 2</tool_call> or < so", []),
+    ("hermes", "Hm.\n\n<tool_call>add", "Hm.\n\n<tool_call>add", []),
+    ("hermes", "Hm.\n<tool_call>add</tool_call>", "Hm.\n<tool_call>add</tool_call>", []),
+    ("mistral", "Hm.\n[TOOL_CALLS]add", "Hm.\n[TOOL_CALLS]add", []),
     ("llama3", '<|python_tag|>{"name": "add", "parameters": {"a": 2}}', "", TWO[:1]),
     ("llama3", '{"name": "add", "parameters": {"a": 2}}; {"name": "sub", "parameters": {"a": 3}}', "", TWO),
     ("llama3", 'No: {"name": "add", "parameters": {"a": 2}}', 'No: {"name": "add", "parameters": {"a": 2}}', []),
@@ -36,6 +39,10 @@ CASES: list[tuple[Format, str, str, list]] = [
     ("json", '```json\n{"name": "add", "arguments": {"a": 2}}\n```', "", TWO[:1]),
     ("json", '[{"name": "add", "arguments": {"a": 2}}, {"name": "sub", "arguments": "{\\"a\\": 3}"}]', "", TWO),
     ("json", '{"answer": 5}', '{"answer": 5}', []),
+    ("json", '{"name": "add", "arguments": {"a": NaN}}', '{"name": "add", "arguments": {"a": NaN}}', []),
+    ("json", '{"name": "add", "arguments": {"a": 1e999}}', '{"name": "add", "arguments": {"a": 1e999}}', []),
+    ("json", r'{"name": "\ud800", "arguments": {}}', r'{"name": "\ud800", "arguments": {}}', []),
+    ("hermes", r'<tool_call>"\ud800"</tool_call>', r'<tool_call>"\ud800"</tool_call>', []),
     ("json", "Just five.\n", "Just five.\n", []),
 ]
 
@@ -62,6 +69,31 @@ def test_reader_of_pieces_finds_the_same_as_of_the_whole(data):
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     found, calls = read(format, pieces)
     assert (found, [(call.name, json.loads(call.arguments)) for call in calls]) == (said, called)
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("json", "[" * 100_000),
+        ("llama3", '{"a":' * 100_000),
+        ("hermes", "<tool_call>" + "[" * 100_000),
+        ("mistral", "[TOOL_CALLS]" + "[" * 100_000),
+    ],
+    ids=["json", "llama3", "hermes", "mistral"],
+)
+def test_reader_of_brackets_that_never_end_says_them(format, text):
+    assert read(format, [text]) == (text, [])
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a": NaN}', r'{"a": "\ud800"}', "two"], ids=range(4))
+def test_input_of_arguments_that_are_no_json_is_their_text(arguments):
+    assert Call.of("add", arguments).input == arguments
+
+
+def test_reader_of_a_call_with_an_endless_name_takes_linear_time():
+    # What grows with the square of the length does not end within the test's limit.
+    text = "[TOOL_CALLS]" + "a" * 200_000
+    assert read("mistral", [text]) == (text, [])
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_session_that_has_ended_is_refused_and_cannot_end_twice(lab):
     ("path", "body", "status", "words"),
     [
         ("/v1/chat/completions", b"{", 400, "not valid JSON"),
+        pytest.param("/v1/chat/completions", b"[" * 100_000, 400, "not valid JSON", id="nested"),
         ("/v1/chat/completions", {}, 400, "messages"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "oracle", "content": "a"}]}, 400, "messages.0.role"),

@@ -47,6 +47,7 @@ def servers():
         ("double", '{"number": 21}', "42"),
         ("join", '{"first": "a", "second": "b"}', "ab"),
         ("join", "ab", "error: expected a JSON object with first, second"),
+        pytest.param("join", "[" * 100_000, "error: expected a JSON object with first, second", id="nested"),
     ],
 )
 def test_call_gives_what_the_server_says(servers, name, text, result):

@@ -88,6 +88,8 @@ def test_problems_are_put_as_the_template_says(tmp_path):
             ["The answer is New York.", "It is here:\nnew york", r"\boxed{\text{New York}}"],
             ["York"],
         ),
+        ("words", "दिन", ["दिन।", r"\boxed{दिन}"], ["दान", "दीन"]),  # vowels after the first are marks
+        ("words", "São Paulo", ["SA\u0303O PAULO"], ["Sao Paulo"]),
     ],
 )
 def test_judge_compares_as_it_is_told(tmp_path, compare, answer, right, wrong):
@@ -111,6 +113,9 @@ def test_problems_that_do_not_fit_are_errors_with_what_to_do(tmp_path, svamp):
     (tmp_path / "blue.jsonl").write_text('{"question": "?", "answer": "blue"}\n')
     with pytest.raises(UsageError, match="the answer 'blue' is not a number; `compare` can be math or words"):
         answers(str(tmp_path / "blue.jsonl")).problems("test")
+    (tmp_path / "sign.jsonl").write_text('{"question": "?", "answer": "+"}\n')
+    with pytest.raises(UsageError, match="the answer '\\+' has no letters and no digits"):
+        answers(str(tmp_path / "sign.jsonl"), compare="words").problems("test")
     with pytest.raises(ValidationError, match="source"):
         make_task("answers")
     (conflict,) = TaskUse(task="answers", args={"source": svamp, "colum": "x"}).all_conflicts()

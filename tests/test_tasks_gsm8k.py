@@ -109,6 +109,8 @@ def test_problems_with_an_answer_that_is_no_number_name_the_row(folder):
         ("2000", "#### 2,000", 1, 1),
         ("-2", "The answer is -2.", 1, 1),
         ("-2", "The answer is −2.", 1, 1),
+        ("-2", "The answer is －2.", 1, 1),
+        ("2", r"\boxed{－2}", 0, 0),
         ("-2", "The answer is 2.", 0, 0),  # signs count, both ways
         ("2", "The answer is -2.", 0, 0),
         ("2", "5 - 3 = -2", 0, 0),

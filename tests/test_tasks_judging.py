@@ -92,6 +92,16 @@ def test_judge_that_raises_is_an_error_with_its_message_told_once(task, caplog):
 
 
 @pytest.mark.parametrize("task", [HERE, ELSEWHERE])
+def test_judge_with_numbers_of_numpy_gives_plain_ones_and_without_a_finite_score_is_an_error(task):
+    with Verifiers([use(task)], workers=1) as judges:
+        good, *failed = judged(judges, "score 1", "score nan", "score inf")
+    assert (good.score, good.status, good.parts) == (1.0, Status.CORRECT, {"half": 0.5})
+    assert {type(number) for number in (good.score, *good.parts.values())} == {float}
+    assert [(v.score, v.status) for v in failed] == [(0.0, Status.ERROR)] * 2
+    assert failed[0].note == "the verifier gave the score nan"
+
+
+@pytest.mark.parametrize("task", [HERE, ELSEWHERE])
 def test_judge_that_could_never_work_ends_the_run(task):
     with Verifiers([use(task)], workers=1) as judges, pytest.raises(UsageError, match=r"palestra\[some\]"):
         judged(judges, "unusable")

@@ -5,6 +5,9 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import cast
+
+import numpy as np
 
 from palestra.errors import MissingExtra
 from palestra.tasks.rewards.rewards import reward
@@ -45,6 +48,9 @@ class Trouble(Task[TroubleArgs]):
                 raise MissingExtra("this task", "some")
             case ["meet", folder]:
                 return self._meet(Path(folder))
+            case ["score", score]:
+                number, half = cast(list[float], np.array([score, 0.5], np.float32))
+                return Verdict(number, Status.CORRECT, {"half": half})
             case ["pid"]:
                 return Verdict(1.0, Status.CORRECT, note=str(os.getpid()))
         right = answer.text == "good"

@@ -145,6 +145,12 @@ def test_last_number_of_a_text_keeps_sign_and_thousands(text, found):
         ("The answer is $-2$", "-2"),
         ("The answer is 5. No: the answer is 6.", "6"),
         ("The answer is not 5", None),
+        ("The answer is 9 * 2 = 18.", "18"),
+        ("#### 3 + 4 = 7", "7"),
+        ("The answer is **$5 + $10 = $15**.", "15"),
+        ("The answer is (3+4)*2 = 7*2 = 14.", "14"),
+        ("The answer is 5. 2 + 4 = 6", "5"),
+        ("The answer is 18 = x", "18"),
         ("I get 42 as the answer", None),
     ],
 )
@@ -158,7 +164,7 @@ def test_stated_number_is_what_follows_the_last_mark(text, found):
 def test_rules_for_numbers_on_a_long_text_take_linear_time(piece):
     # Judged on the event loop itself. What grows with the square of the length does not end within the test's limit.
     text = piece * (200_000 // len(piece))
-    last_number(text), stated_number(text), parse_number(text)
+    last_number(text), stated_number(text), stated_number(f"#### {text}"), parse_number(text)
     assert last_boxed(text) is None
 
 

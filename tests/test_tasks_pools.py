@@ -128,6 +128,13 @@ def test_draw_all_dropped_is_an_error_that_says_what_to_do() -> None:
         made.sample(10)
 
 
+def test_draw_all_too_hard_without_a_weight_is_an_error_that_says_so() -> None:
+    made = prompts([{"name": "a"}], pool={"outside": 0.0, "drop": None})
+    answered(made, {f"a{row}": 0.0 for row in range(10)}, range(10))
+    with pytest.raises(PalestraError, match=r"too hard where tasks\.pool\.outside is 0.*raise tasks\.pool\.outside"):
+        made.sample(10)
+
+
 @pytest.mark.parametrize("mix", ["weighted", "sequential", "lessons"])
 def test_draw_one_task_all_dropped_goes_on_with_the_others_and_says_so(
     mix: str, caplog: pytest.LogCaptureFixture
@@ -138,7 +145,7 @@ def test_draw_one_task_all_dropped_goes_on_with_the_others_and_says_so(
         drawn = answered(made, rates, range(60))
     assert Counter(id[0] for id in drawn) == {"a": 5, "b": 55}
     assert [record.getMessage() for record in caplog.records] == [
-        "all prompts of a are solved and dropped: its share goes to the other tasks"
+        "all prompts of a are dropped or have no weight: its share goes to the other tasks"
     ]
 
 

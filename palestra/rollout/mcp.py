@@ -97,7 +97,7 @@ def arguments_of(text: str, schema: dict[str, Any]) -> dict[str, Any]:
     parameters = schema.get("properties", {})
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: nested too deeply
         value = text.strip()
     if isinstance(value, dict) and (len(parameters) != 1 or value.keys() <= parameters.keys()):
         return value

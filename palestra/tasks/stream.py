@@ -151,7 +151,7 @@ class Walk:
 
 
 class NothingLeft(PalestraError):
-    """A pool has dropped every prompt: nothing is left to train on."""
+    """Pools leave no prompt a weight: nothing is left to train on."""
 
 
 class Prompts:
@@ -232,11 +232,12 @@ class Prompts:
         left = [label for label, walk in self._walks.items() if walk.left]
         if not left:
             raise NothingLeft(
-                "every prompt of every task has reached the pass rate tasks.pool.drop, and none is left to train on: "
-                "the run is done, unless you add harder tasks or set tasks.pool.drop to null"
+                "every prompt of every task has reached the pass rate tasks.pool.drop, or is too easy or too hard "
+                "where tasks.pool.outside is 0, and none is left to train on: the run is done, unless you add "
+                "harder tasks or set tasks.pool.drop to null, or raise tasks.pool.outside"
             )
         for label in self._walks.keys() - set(left) - self._ended:
-            log.warning("all prompts of %s are solved and dropped: its share goes to the other tasks", label)
+            log.warning("all prompts of %s are dropped or have no weight: its share goes to the other tasks", label)
             self._ended.add(label)
         return left
 

@@ -41,8 +41,8 @@ class Call:
     def input(self) -> Any:
         """The arguments as an object; as a text where they are not JSON."""
         try:
-            return json.loads(self.arguments)
-        except ValueError:
+            return _sendable(json.loads(self.arguments))
+        except (ValueError, RecursionError):
             return self.arguments
 
 
@@ -97,13 +97,13 @@ class CallReader:
         if bare and self._text.lstrip().startswith(WHOLE):
             begins = [0]
         if begins:
-            said, self._text, self._open = self._text[: min(begins)].rstrip(), self._text[min(begins) :], True
+            said, self._open = self._text[: min(begins)].rstrip(), True
         else:
             body = self._text.rstrip()
             openers = (*OPENERS[self.format], *((WHOLE[-1],) if bare and len(body.lstrip()) == len(body) else ()))
             sizes = (n for opener in openers for n in range(len(opener) - 1, 0, -1) if body.endswith(opener[:n]))
             said = body[: len(body) - max(sizes, default=0)].rstrip()
-            self._text = self._text[len(said) :]
+        self._text = self._text[len(said) :]
         self._said = self._said or bool(said.strip())
         return said
 
@@ -111,10 +111,10 @@ class CallReader:
 def _parsed(text: str, format: Format) -> Iterator[Call]:
     """The calls of a text that begins with one; none where it is not well formed."""
     if format == "hermes":
-        text = text.removeprefix("<tool_call>")
+        text = text.lstrip().removeprefix("<tool_call>")
     elif format == "mistral":
-        text = text.removeprefix("[TOOL_CALLS]")
-        if named := re.findall(r"\s*([\w.-]+)\[ARGS\]\s*(\{.*?\})\s*(?=\[TOOL_CALLS\]|$)", text, re.DOTALL):
+        text = text.lstrip().removeprefix("[TOOL_CALLS]")
+        if named := re.findall(r"(?<![\w.-])([\w.-]++)\[ARGS\]\s*(\{.*?\})\s*(?=\[TOOL_CALLS\]|$)", text, re.DOTALL):
             yield from (Call(name, arguments) for name, arguments in named)
             return
     else:
@@ -123,9 +123,9 @@ def _parsed(text: str, format: Format) -> Iterator[Call]:
     try:
         while place < len(text):
             value, place = DECODER.raw_decode(text, place)
-            found += value if isinstance(value, list) else [value]
+            found += _sendable(value if isinstance(value, list) else [value])
             place += len(text[place:]) - len(text[place:].lstrip(" ;\n"))
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: nested too deeply
         return
     calls = [call for one in found if (call := _call(one)) is not None]
     yield from calls if len(calls) == len(found) else ()
@@ -137,3 +137,9 @@ def _call(value: Any) -> Call | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     return Call.of(value["name"], value.get("arguments", value.get("parameters", {})))
+
+
+def _sendable(value: Any) -> Any:
+    """The value; ValueError where it has what Python reads and no client can be sent: NaN, half of a surrogate pair."""
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value

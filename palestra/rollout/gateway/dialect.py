@@ -146,7 +146,11 @@ class Exchange:
             name: tuple(one for chunk in chunks for one in getattr(chunk, name)) for name in JOINED
         }
         text, reason = "".join(chunk.text for chunk in chunks), chunks[-1].stop_reason if chunks else None
-        return Generation(**joined, text=text, stop_reason=reason or StopReason.ABORT)
+        match = None
+        if reason == StopReason.STOP:  # chunks do not say by which string
+            whole = self.tokenizer.decode(joined["tokens"], continues=True)
+            match = next((stop for stop in self.request.sampling.stop if whole.startswith(stop, len(text))), None)
+        return Generation(**joined, text=text, stop_reason=reason or StopReason.ABORT, stop_match=match)
 
     async def pieces(self) -> AsyncIterator[tuple[Chunk, tuple[Call, ...]]]:
         """The replies as they come, as chunks with the text that is said, and calls; also for one who joins late."""

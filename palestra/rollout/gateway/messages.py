@@ -1,5 +1,6 @@
 """Anthropic's messages with tools."""
 
+import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -112,14 +113,15 @@ class MessagesBody(BaseModel):
                 case "call":
                     about = {"type": "tool_use", "id": data.id, "name": data.name, "input": {}}
                     yield block("start", place, content_block=about)
-                    yield block("delta", place, delta={"type": "input_json_delta", "partial_json": data.arguments})
+                    written = json.dumps(_object(data.input), ensure_ascii=False)
+                    yield block("delta", place, delta={"type": "input_json_delta", "partial_json": written})
                     calls = True
             if what in ("close", "call"):
                 yield block("stop", place)
         replies = await exchange.replies()
         about = _finish(replies[0].generation, calls)
-        written = {"output_tokens": exchange.usage(replies)[1]}
-        yield named_event({"type": "message_delta", "delta": about, "usage": written})
+        count = {"output_tokens": exchange.usage(replies)[1]}
+        yield named_event({"type": "message_delta", "delta": about, "usage": count})
         yield named_event({"type": "message_stop"})
 
     def _head(self, exchange: Exchange) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def _status(session: Session) -> dict[str, Any]:
 def _read(cls: Any, raw: bytes) -> Any:
     try:
         return cls.model_validate(json.loads(raw))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}") from error
 
 

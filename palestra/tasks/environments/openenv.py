@@ -111,7 +111,7 @@ class Client:
         text = re.sub(r"^```(?:json)?|```$", "", action.strip()).strip()
         try:
             value: Any = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter: nested too deeply
             value = text
         if isinstance(value, dict):
             return value

@@ -21,6 +21,7 @@ from palestra.tasks.task import Completion, Message, Problem, Task, TaskArgs, Ve
 from palestra.tasks.verify.final_answers import VERIFIERS, Comparison, Extraction, number_of
 from palestra.tasks.verify.latex.compare import memory_capped
 from palestra.tasks.verify.latex.extract import cut, last_boxed
+from palestra.tasks.verify.latex.normalize import plain_text
 from palestra.tasks.verify.lm_eval import Rule, verify_gsm8k, verify_minerva
 
 BOXED = "{question}\n\nReason step by step, and put your final answer within \\boxed{}."
@@ -219,6 +220,9 @@ class Answers(Questions[AnswersArgs]):
             answer = "" if args.answer is None else text_of(row, args.answer, number, where).strip()
             if args.answer is not None and self.compare == "number" and number_of(answer) is None:
                 why = f"the answer {answer!r:.60} is not a number; `compare` can be math or words"
+                raise UsageError(f"{where}, row {number + 1}: {why}")
+            if args.answer is not None and self.compare == "words" and not plain_text(answer):
+                why = f"the answer {answer!r:.60} has no letters and no digits; `compare` can be number or math"
                 raise UsageError(f"{where}, row {number + 1}: {why}")
             id = number if args.id is None else text_of(row, args.id, number, where)
             if id in ids:

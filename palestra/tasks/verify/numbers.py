@@ -27,7 +27,10 @@ NUMBER = (
 _NUMBERS = re.compile(rf"(?<!\d)(?<![A-Za-z](?=\d++[A-Za-z])){NUMBER}")
 # What a text denies is not its answer.
 _DENIED = re.compile(rf"(?:\b(?:can)?not|n['’]t)\s++(?:(?:be|equal|to)\s++)*[*$]*{NUMBER}", re.IGNORECASE)
-_STATED = re.compile(rf"(?:####|\b[Tt]he (?:final )?answer is:?)\s*[*$]*\s?({NUMBER})")
+# Of `9 * 2 = 18` the answer is what comes last.
+_MARKS = r"\s*+[*$]*+\s?+"
+_WORKED = rf"(?:(?:[-+*/×÷(),%$€£¥ \d]|\.(?=\d))*+={_MARKS}(?={NUMBER}))*+"
+_STATED = re.compile(rf"(?:####|\b[Tt]he (?:final )?answer is:?){_MARKS}{_WORKED}({NUMBER})")
 
 _MIXED = re.compile(rf"(?:({_WHOLE})(?: |(?=\\)))?(?:\\frac\{{(\d+)\}}\{{(\d+)\}}|(\d+) ?/ ?(\d+))")
 _NEGATIVE_ABOVE = re.compile(r"\\frac\{-(\d+)\}")
@@ -41,7 +44,7 @@ _SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _UNITS = frozenset(["cm", "mm", "km", "ft", "in", "kg", "lb", "lbs", "oz", "sq", "hr", "hrs", "mi", "yd", "gm"])
 _NO_UNITS = frozenset(["sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "and", "percent"])
 
-_SAME = str.maketrans({"−": "-", "–": "-", "‐": "-", "‑": "-", "％": "%", "＄": "$"})
+_SAME = str.maketrans({"−": "-", "–": "-", "‐": "-", "‑": "-", "－": "-", "﹣": "-", "％": "%", "＄": "$"})
 
 
 @dataclass(frozen=True)

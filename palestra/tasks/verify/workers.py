@@ -8,6 +8,7 @@ import asyncio
 import inspect
 import json
 import logging
+import math
 import os
 import pickle
 import threading
@@ -95,9 +96,11 @@ class Verifiers:
                 task = pool.submit(_verified, recipe, problem, completion, timeout=self._timeout)
                 return self._ended(problem, asyncio.wrap_future(task), started)
             verdict = self._verifiers[problem.task].verify(problem, completion)
+            if isinstance(verdict, Verdict):
+                return _plain(verdict, started)
         except Exception as error:
             return self._failed(problem, error, started)
-        return _timed(verdict, started) if isinstance(verdict, Verdict) else self._ended(problem, verdict, started)
+        return self._ended(problem, verdict, started)
 
     def close(self) -> None:
         """End the processes; pending verdicts are cancelled."""
@@ -144,7 +147,7 @@ class Verifiers:
     async def _ended(self, problem: Problem, verdict: Awaitable[Verdict], started: float) -> Verdict:
         with span("verify", role="verifier") if self._traced else nullcontext({}) as about:
             try:
-                ended = _timed(await verdict, started)
+                ended = _plain(await verdict, started)
             except Exception as error:
                 ended = self._failed(problem, error, started)
             about["status"] = ended.status
@@ -188,15 +191,20 @@ def _verified(verifier: Any, problem: Problem, completion: Completion) -> Verdic
     """In a worker."""
     started = time.perf_counter()
     verdict = verifier.verify(problem, completion)
-    return _timed(asyncio.run(_awaited(verdict)) if inspect.isawaitable(verdict) else verdict, started)
+    return _plain(asyncio.run(_awaited(verdict)) if inspect.isawaitable(verdict) else verdict, started)
 
 
 async def _awaited(verdict: Awaitable[Verdict]) -> Verdict:
     return await verdict
 
 
-def _timed(verdict: Verdict, started: float) -> Verdict:
-    return verdict if verdict.seconds else replace(verdict, seconds=time.perf_counter() - started)
+def _plain(verdict: Verdict, started: float) -> Verdict:
+    """The verdict in plain numbers, whatever NumPy's it was given, with its time; one without a finite score failed."""
+    score, parts = float(verdict.score), {name: float(part) for name, part in verdict.parts.items()}
+    seconds = verdict.seconds or time.perf_counter() - started
+    if not math.isfinite(score):
+        return Verdict(0.0, Status.ERROR, parts, seconds, verdict.sandbox, f"the verifier gave the score {score}")
+    return replace(verdict, score=score, parts=parts, seconds=seconds)
 
 
 @cache

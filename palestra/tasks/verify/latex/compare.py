@@ -96,7 +96,7 @@ def _same(gold: Form, answer: Form) -> bool | None:
         return digits[0][0] == digits[1][0] and kinds[0] != kinds[1]  # the base may be left out
     if set(kinds) <= set(VALUES):
         return _computed(lambda values: values.equal(gold.value, answer.value, _tolerance(answer)))
-    if kinds[0] == kinds[1] and kinds[0] in ("list", "union"):
+    if set(kinds) <= {"list", "union"}:  # also `x<0 or x>1` for a union
         return _same_set(gold.parts, answer.parts)
     if kinds[0] == kinds[1] and gold.value == answer.value:  # sequences with the same brackets, matrices of one shape
         return _all_same(gold.parts, answer.parts)

@@ -10,6 +10,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
+from unicodedata import category, normalize
 
 from palestra.tasks.verify.numbers import parse_number, tidy
 
@@ -97,8 +98,9 @@ def form(answer: str) -> Form:
 
 
 def plain_text(text: str) -> str:
-    """Letters, digits and colons, in small letters."""
-    return "".join(sign for sign in text.lower() if sign.isalnum() or sign == ":")
+    """Letters with their marks, digits and colons, in small letters."""
+    composed = normalize("NFC", text.lower())
+    return "".join(sign for sign in composed if sign.isalnum() or sign == ":" or category(sign)[0] == "M")
 
 
 def cleaned(answer: str) -> str:
