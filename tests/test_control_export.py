@@ -148,8 +148,8 @@ def test_evaluated_run_gives_each_seed_its_interval(tmp_path):
 
 
 def test_file_without_a_known_ending_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="--to onnx or torchscript"):
+    with pytest.raises(UsageError, match="--to onnx, torchscript or transitions"):
         format_of(tmp_path / "policy.bin", None)
-    with pytest.raises(UsageError, match="--to onnx or torchscript"):
+    with pytest.raises(UsageError, match="--to onnx, torchscript or transitions"):
         format_of(tmp_path / "policy.onnx", "tflite")
     assert format_of(tmp_path / "policy.bin", "onnx") == "onnx"
