@@ -135,6 +135,14 @@ def echo(prompt: str, sample: int) -> str:
     return f"{sample}:{len(prompt)}<|im_end|>"
 
 
+def message_of(client: Any, stream: bool, asked: dict[str, Any]) -> Any:
+    """The message that Anthropic's client makes of a reply, whole or streamed."""
+    if not stream:
+        return client.messages.create(**asked)
+    with client.messages.stream(**asked) as events:
+        return events.get_final_message()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("arguments", "input"), [('"two"', {"input": "two"}), ("[2, 3]", {"input": [2, 3]}), ('"{\\"a\\": 2}"', {"a": 2})]
@@ -144,12 +152,7 @@ def test_input_of_a_call_is_an_object_for_anthropics_client_whatever_the_model_w
     with gateway_of(lambda prompt, sample: call) as lab:
         asked: Any = {"model": "policy", "max_tokens": 200, "messages": [QUESTION]}
         asked["tools"] = [{"name": "add", "input_schema": PARAMETERS}]
-        client = claude(lab, lab.session())
-        if stream:
-            with client.messages.stream(**asked) as events:
-                message = events.get_final_message()
-        else:
-            message = client.messages.create(**asked)
+        message = message_of(claude(lab, lab.session()), stream, asked)
     assert [(block.name, block.input) for block in message.content] == [("add", input)]
 
 
@@ -157,12 +160,7 @@ def test_input_of_a_call_is_an_object_for_anthropics_client_whatever_the_model_w
 def test_stop_sequence_is_named_to_anthropics_client_whether_it_streams(stream):
     with gateway_of(lambda prompt, sample: "Let me see. I see.<|im_end|>") as lab:
         asked: Any = {"model": "policy", "max_tokens": 200, "messages": [QUESTION], "stop_sequences": ["no", " see"]}
-        client = claude(lab, lab.session())
-        if stream:
-            with client.messages.stream(**asked) as events:
-                message = events.get_final_message()
-        else:
-            message = client.messages.create(**asked)
+        message = message_of(claude(lab, lab.session()), stream, asked)
     assert message.content[0].text == "Let me"
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " see")
 

@@ -6,6 +6,7 @@ import itertools
 import os
 import pty
 import re
+import sys
 import threading
 import time
 
@@ -174,12 +175,14 @@ def test_rate_of_a_row_that_is_done_stays_while_others_go_on():
 @pytest.mark.parametrize("terminal", [False, True])
 def test_reader_that_goes_away_ends_the_lines_not_the_run(clock, terminal: bool):
     leader, follower = pty.openpty() if terminal else os.pipe()
-    stream = open(follower, "w")  # noqa: SIM115  closing it may fail
+    stream, standard = open(follower, "w"), (sys.stdout, sys.stderr)  # noqa: SIM115  closing it may fail
     shown = Progress(100, stream=stream)
     os.close(leader)
     for done in range(10):
         clock.now += 60.0
         shown.update(done)
+    assert terminal or shown.rows[""].done == 0  # the first line was the last
     shown.close()
+    assert (sys.stdout, sys.stderr) == standard  # not those of a live line
     with contextlib.suppress(OSError):
         stream.close()

@@ -78,10 +78,9 @@ class Progress(AbstractContextManager["Progress"]):
 
     def close(self) -> None:
         """Show the last state and release the terminal."""
-        if not self._enabled:
-            return
-        self._shown(self._show)
-        if self._live is not None:
+        if self._enabled:
+            self._shown(self._show)
+        if self._live is not None:  # its streams stand in place of stdout and stderr
             self._shown(self._live.stop)
         self._enabled = False
 
