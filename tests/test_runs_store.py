@@ -84,7 +84,7 @@ def test_read_json_of_a_broken_file_names_it(tmp_path):
 
 def dead_owner() -> Owner:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    owner = replace(Owner.here(), pid=process.pid, born=psutil.Process(process.pid).create_time())
+    owner = Owner.here(process.pid)
     process.communicate(b"\n")
     return owner
 
@@ -113,9 +113,20 @@ def test_lease_of_a_reused_pid_is_taken_at_once(tmp_path):
     Lease(LocalStore(tmp_path)).acquire()
 
 
+def test_lease_outlives_a_clock_that_is_set(tmp_path, monkeypatch):
+    first = Lease(LocalStore(tmp_path))
+    first.acquire()
+    boot = psutil.boot_time()
+    create_time = psutil.Process.create_time
+    monkeypatch.setattr(psutil, "boot_time", lambda: boot + 3600)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + 3600)
+    with pytest.raises(RunBusy):
+        Lease(LocalStore(tmp_path)).acquire()
+
+
 def test_lease_of_a_zombie_is_taken_at_once(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    owner = replace(Owner.here(), pid=process.pid, born=psutil.Process(process.pid).create_time())
+    owner = Owner.here(process.pid)
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, but not reaped
     try:

@@ -5,11 +5,10 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-import psutil
 from pydantic import Field
 
 from palestra.errors import PalestraError
@@ -83,7 +82,7 @@ class Local(OnThisDisk):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return asdict(replace(Owner.here(), pid=process.pid, born=psutil.Process(process.pid).create_time()))
+        return asdict(Owner.here(process.pid))
 
     def state(self, record: Record) -> str:
         owner, here = Owner.read(record["handle"]), Owner.here()

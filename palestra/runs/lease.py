@@ -22,7 +22,7 @@ from palestra.runs.store import FsspecStore, LocalStore, clear_write_errors
 log = logging.getLogger("palestra.runs")
 
 TTL_SECONDS = 30.0
-# A start time is derived from the boot time, which moves a little when the clock is adjusted.
+# Of start times that were computed from a boot time in whole seconds.
 BORN_TOLERANCE_SECONDS = 2.0
 
 
@@ -35,12 +35,13 @@ class Owner:
     """Boot and process namespace: pids can be looked up only if both are the same."""
     pid: int
     born: float
-    """Start of the process, seconds since the epoch."""
+    """Start of the process in seconds since the machine's: a clock that is set does not move it."""
 
     @classmethod
-    def here(cls) -> "Owner":
-        """This process."""
-        return cls(socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time())
+    def here(cls, pid: int | None = None) -> "Owner":
+        """This process, or another one of this machine."""
+        pid = os.getpid() if pid is None else pid
+        return cls(socket.gethostname(), _machine(), pid, _born(psutil.Process(pid)))
 
     @classmethod
     def read(cls, data: dict[str, Any]) -> "Owner":
@@ -56,7 +57,7 @@ class Owner:
             return time.time() - heartbeat < ttl
         try:
             process = psutil.Process(self.pid)
-            reused = abs(process.create_time() - self.born) > BORN_TOLERANCE_SECONDS
+            reused = abs(_born(process) - self.born) > BORN_TOLERANCE_SECONDS
             # A killed process whose parent has not yet reaped it still has its pid.
             return not reused and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -204,6 +205,10 @@ def _describe(lease: dict[str, Any] | None) -> str:
 
 
 @functools.cache
+def _born(process: psutil.Process) -> float:
+    return process.create_time() - psutil.boot_time()  # psutil added it, and it moves with the clock
+
+
 def _machine() -> str:
     parts = [socket.gethostname()]
     if Path("/proc/self/ns/pid").exists():
