@@ -20,6 +20,7 @@ Extraction = Literal["strict", "flexible"]
 Comparison = Literal["number", "math", "words"]
 
 _SENTENCE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}\s+\S")
+_FORMULA = re.compile(r"\\(?:sqrt|frac|binom|pi|log|ln|exp|sin|cos|tan)(?![a-zA-Z])|\^|\d!")
 _HEDGE = re.compile(r"\b(?:or|nor|not)\b|n['’]t\b", re.IGNORECASE)
 
 
@@ -27,7 +28,7 @@ def verify_number(reference: str, text: str, extraction: Extraction, question: s
     """Whether a text ends with a number. Fast whatever the text is, so it needs no process of its own."""
     text = settled(text)
     boxed = last_boxed(text)
-    strict = boxed if boxed is not None and _numbers(form(boxed)) else stated_number(text)
+    strict = boxed if boxed is not None and _computes(form(boxed)) else stated_number(text)
     return _compared(strict, strict or last_number(text), extraction, number_of, number_of(reference))
 
 
@@ -74,6 +75,12 @@ def number_of(text: str) -> Fraction | None:
 def _is_sentence(answer: str) -> bool:
     """Whether one number can be the answer in words: not where they name several, or deny it."""
     return _SENTENCE.search(answer) is not None and _HEDGE.search(answer) is None and len(_numbers(form(answer))) < 2
+
+
+def _computes(read: Form) -> bool:
+    r"""Whether it is numbers or, as \sqrt{18} or 2^{18}, is made of some: then none of them is the answer."""
+    value = read.value
+    return bool(_numbers(read)) or (isinstance(value, str) and _FORMULA.search(value) is not None)
 
 
 def _numbers(read: Form) -> set[Fraction]:
