@@ -240,7 +240,7 @@ def test_graph_of_a_cycle_is_refused():
         Graph([first])
 
 
-@pytest.mark.parametrize("name", ["", "a b", "../a", "a//b", ".hidden", "a/.b", "x" * 121, "a\n"])
+@pytest.mark.parametrize("name", ["", "a b", "../a", "a//b", ".hidden", "a/.b", "x" * 121, "a\n", "a.partial-b"])
 def test_step_with_a_name_that_cannot_be_a_folder_is_refused(name):
     with pytest.raises(UsageError, match="cannot name a step"):
         made({}, name)

@@ -44,6 +44,17 @@ def test_outputs_are_listed_removed_and_made_again(outputs):
     assert address(one) in {entry.address for entry in outputs.stored()}
 
 
+def test_status_that_does_not_parse_hides_no_other_output(tmp_path, caplog):
+    outputs = open_outputs(str(tmp_path))
+    one = number(value=1)
+    run([one], outputs)
+    torn = outputs.path(address(one)) / "mine" / "status.json"
+    torn.parent.mkdir()
+    torn.write_text('{"half')
+    assert [entry.address for entry in outputs.stored()] == [address(one)]
+    assert str(torn) in caplog.text
+
+
 def test_output_whose_removal_was_killed_is_made_again(outputs, monkeypatch):
     one = number(value=1)
     run([one], outputs)

@@ -16,6 +16,7 @@ stays until somebody removes it.
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -32,6 +33,8 @@ from palestra.errors import PalestraError, UsageError
 from palestra.runs.lease import Lease, LeaseLost
 from palestra.runs.store import FsspecStore, LocalStore, read_json, sync_folder, write_bytes, write_json
 from palestra.work.redact import redacted
+
+log = logging.getLogger("palestra.pipeline")
 
 STATUS = "status.json"
 LEAVE_SECONDS = 60.0
@@ -235,7 +238,12 @@ class Outputs:
         found = []
         for file in sorted(self.prefix.rglob(STATUS)):
             address = file.parent.relative_to(self.prefix).as_posix()
-            if not address.startswith(".") and (status := self.done(address)) is not None:
+            try:
+                status = None if address.startswith(".") else self.done(address)
+            except PalestraError as error:  # torn, or a step's own file of that name
+                log.warning("left out: %s", error)
+                continue
+            if status is not None:
                 found.append(Stored(address, _size(file.parent), status["finished"]))
         for folder in sorted(self.prefix.rglob("*.partial-*")):
             address = folder.relative_to(self.prefix).as_posix()

@@ -68,7 +68,7 @@ class Step:
         if not STEP_NAME.fullmatch(self.name) or len(self.name) > LONGEST_NAME:
             raise UsageError(
                 f"{self.name!r} cannot name a step: use letters, digits, '_', '-' and '.', folders with '/', "
-                f"at most {LONGEST_NAME} characters"
+                f"at most {LONGEST_NAME} characters, and not '.partial-', which names what is not done"
             )
 
     def __truediv__(self, path: str) -> "Output":

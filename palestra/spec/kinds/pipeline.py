@@ -20,7 +20,7 @@ from palestra.spec.source import DataPath
 from palestra.spec.validate import SpecError, validate
 
 REFERENCE = "step:"
-STEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
+STEP_NAME = re.compile(r"(?!.*\.partial-)[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 
 
 class StepResources(Model):
@@ -83,7 +83,7 @@ class PipelineSpec(NamedSpec):
         for name, step in self.steps.items():
             place = ("steps", name)
             if not STEP_NAME.fullmatch(name):
-                reason = "expected a name of letters, digits, '_', '-' and '.', with '/' for folders"
+                reason = "expected a name of letters, digits, '_', '-' and '.' (not '.partial-'), with '/' for folders"
                 conflicts.append(Conflict(place, reason))
             conflicts += [Conflict((*place, *path), reason) for path, reason in _step_problems(step)]
             conflicts += [Conflict((*place, *path), reason) for path, reason in self._lost_references(name, step)]
