@@ -1,6 +1,7 @@
 """What `palestra check` and `palestra runs` print, and the order of the panels in metrics.png."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -84,6 +85,15 @@ def test_runs_filters_sorts_and_prints_json(root: Path, capsys: pytest.CaptureFi
     assert Path(row["path"]).is_dir()
     with pytest.raises(UsageError, match=r"no runs named ppo_tow in .* Did you mean 'ppo_two'"):
         printed(capsys, "runs", "--runs", str(root), "ppo_tow")
+
+
+def test_runs_print_json_that_any_reader_takes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = next(root.glob("ppo_one/*/sessions/0/status.json"))
+    data = json.loads(status.read_text())
+    status.write_text(json.dumps(data | {"progress": {"step": 3, "headline": {"return": math.nan, "loss": math.inf}}}))
+    text = printed(capsys, "runs", "--runs", str(root), "--json", "ppo_one")
+    (row,) = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert row["headline"] == {"return": None, "loss": None}
 
 
 def test_runs_watch_shows_what_changed_and_ends_when_asked_to(root: Path) -> None:

@@ -52,14 +52,13 @@ def show_policy(model: str, root: Path, *, episodes: int, which: str, seed: int,
     run = find_run(model, root)
     if run is None or run.spec["kind"] != "control":
         return False
-    import json
-
     from palestra.api import evaluate_policy
     from palestra.cli.show import console, table
+    from palestra.spec.model import standard_json
 
     result = evaluate_policy(run, episodes=episodes, which=which, seed=seed)
     if as_json:
-        print(json.dumps(result, indent=2))
+        print(standard_json(result, indent=2))
         return True
     columns = ("seed", "return", "± 95 %", "std", "min", "length")
     numbers = [

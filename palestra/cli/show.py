@@ -29,7 +29,7 @@ from palestra.runs.recorder import in_words
 from palestra.runs.run import Run, diff, list_runs, open_run
 from palestra.runs.store import read_json
 from palestra.spec.lm import LanguageModelSpec
-from palestra.spec.model import plain
+from palestra.spec.model import plain, standard_json
 from palestra.spec.source import write_text
 from palestra.view.advice import RULES, advise
 from palestra.view.query import query
@@ -139,7 +139,7 @@ def show_result(run: Run) -> None:
 def show_runs(root: Path, *, as_json: bool, watch: float | None, **wanted: Any) -> None:
     """The runs that are `wanted`, as a table or as JSON; again every `watch` seconds until Ctrl-C."""
     if as_json:
-        print(json.dumps(_run_rows(root, **wanted), indent=1))
+        print(standard_json(_run_rows(root, **wanted), indent=1))
         return
     screen = console()
     screen.print(_runs_table(root, **wanted))
@@ -212,7 +212,7 @@ def show_advice(run: str, root: Path, *, as_json: bool) -> None:
     opened = open_run(run, root)
     advice = advise(opened)
     if as_json:
-        print(json.dumps([asdict(one) for one in advice], indent=1, default=str))
+        print(standard_json([asdict(one) for one in advice], indent=1))
         return
     seen = ", ".join(f"{counter} {count:,}" for counter, count in opened.progress().items() if counter != "headline")
     screen = console()
@@ -235,7 +235,7 @@ def show_query(sql: str, names: Sequence[str], root: Path, *, form: str) -> None
         if form == "csv":
             csv.writer(sys.stdout, lineterminator="\n").writerows(itertools.chain([result.columns], result.rows))
         elif form == "json":
-            rows = (json.dumps(dict(zip(result.columns, row, strict=True)), default=str) for row in result.rows)
+            rows = (standard_json(dict(zip(result.columns, row, strict=True))) for row in result.rows)
             print("[" + next(rows, ""), *(f",\n{row}" for row in rows), "]", sep="")
         else:
             shown = list(itertools.islice(result.rows, MOST_ROWS + 1))

@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -267,3 +269,12 @@ def mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
     if isinstance(data, list | tuple):
         return [mapped(item, leaf) for item in data]
     return leaf(data)
+
+
+def standard_json(data: Any, **options: Any) -> str:
+    """JSON that every reader takes: what is not finite, which Python would write as NaN or Infinity, is null."""
+    try:
+        return json.dumps(data, allow_nan=False, default=str, **options)
+    except ValueError:
+        finite = mapped(data, lambda value: None if isinstance(value, float) and not math.isfinite(value) else value)
+        return json.dumps(finite, default=str, **options)

@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-import json
 import math
 import secrets
 import socket
@@ -30,7 +29,7 @@ except ModuleNotFoundError as error:
 from palestra.data.cache import cache_root
 from palestra.runs.run import Run, open_run
 from palestra.spec.load import differences
-from palestra.spec.model import mapped
+from palestra.spec.model import standard_json
 from palestra.view import data, rollouts, runs, series
 from palestra.view.advice import advise
 from palestra.view.demo import make_demo
@@ -104,12 +103,7 @@ class Guard:
 
 def encoded(content: Any) -> bytes:
     """JSON that browsers read: what is not finite becomes null, half a surrogate pair stays escaped."""
-    try:
-        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
-    except ValueError:
-        finite = mapped(content, lambda leaf: None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf)
-        text = json.dumps(finite, ensure_ascii=False, separators=(",", ":"), default=str)
-    return text.encode(errors="backslashreplace")
+    return standard_json(content, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
 def reply(content: Any, request: Request | None = None) -> Response:
