@@ -130,7 +130,7 @@ SUITES = {
         (
             _lunar("ppo_lunar", 183.30, "normalized rewards"),
             _lunar("dqn_lunar", 195.21, "dueling, 3-step returns, single frames (stacked there)", seeds=FEW),
-            _lunar("ddqn_per_lunar", 265.90, "as dqn_lunar but 5-step returns", file="lunar", seeds=FEW),
+            _lunar("ddqn_per_lunar", 265.90, "dueling, 5-step returns", file="lunar", seeds=FEW),
             _lunar("a2c_lunar", 27.38, "normalized observations, rewards and advantages", file="lunar"),
             _lunar("sac_lunar", 106.17, "3-step returns, layer norm, α by a schedule", file="lunar", seeds=FEW),
             _lunar("crossq_lunar", 139.21, "3-step returns, fixed α", file="lunar", seeds=FEW),
