@@ -41,7 +41,7 @@ class Owner:
     def here(cls, pid: int | None = None) -> "Owner":
         """This process, or another one of this machine."""
         pid = os.getpid() if pid is None else pid
-        return cls(socket.gethostname(), _machine(), pid, _born(psutil.Process(pid)))
+        return cls(socket.gethostname(), _machine(), pid, _born(pid))
 
     @classmethod
     def read(cls, data: dict[str, Any]) -> "Owner":
@@ -57,7 +57,7 @@ class Owner:
             return time.time() - heartbeat < ttl
         try:
             process = psutil.Process(self.pid)
-            reused = abs(_born(process) - self.born) > BORN_TOLERANCE_SECONDS
+            reused = abs(_born(self.pid) - self.born) > BORN_TOLERANCE_SECONDS
             # A killed process whose parent has not yet reaped it still has its pid.
             return not reused and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -205,8 +205,11 @@ def _describe(lease: dict[str, Any] | None) -> str:
 
 
 @functools.cache
-def _born(process: psutil.Process) -> float:
-    return process.create_time() - psutil.boot_time()  # psutil added it, and it moves with the clock
+def _born(pid: int) -> float:
+    boot = (
+        psutil.boot_time()
+    )  # psutil adds it, and it moves with the clock; read first, since versions keep what they add
+    return psutil.Process(pid).create_time() - boot
 
 
 def _machine() -> str:
