@@ -204,14 +204,13 @@ def _describe(lease: dict[str, Any] | None) -> str:
     return "no process" if lease is None else f"process {lease['pid']} on {lease['host']}"
 
 
-@functools.cache
 def _born(pid: int) -> float:
-    boot = (
-        psutil.boot_time()
-    )  # psutil adds it, and it moves with the clock; read first, since versions keep what they add
+    # psutil adds the boot time, which moves with the clock, and older versions keep what they added: read it first.
+    boot = psutil.boot_time()
     return psutil.Process(pid).create_time() - boot
 
 
+@functools.cache
 def _machine() -> str:
     parts = [socket.gethostname()]
     if Path("/proc/self/ns/pid").exists():
