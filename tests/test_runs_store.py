@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -93,6 +94,13 @@ def put_lease(store: LocalStore, owner: Owner, heartbeat: float) -> None:
     store.put("lease.json", json.dumps({**asdict(owner), "token": "t", "heartbeat": heartbeat}).encode())
 
 
+def taken(folder: Path) -> bool:
+    """Whether a lease is taken, and written as its taker's."""
+    lease = Lease(LocalStore(folder))
+    lease.acquire()
+    return json.loads((folder / "lease.json").read_bytes())["token"] == lease.token
+
+
 def test_lease_held_by_a_living_process_refuses_naming_it(tmp_path):
     first = Lease(LocalStore(tmp_path))
     first.acquire()
@@ -105,12 +113,12 @@ def test_lease_held_by_a_living_process_refuses_naming_it(tmp_path):
 
 def test_lease_of_a_dead_process_here_is_taken_at_once(tmp_path):
     put_lease(LocalStore(tmp_path), dead_owner(), time.time())
-    Lease(LocalStore(tmp_path)).acquire()
+    assert taken(tmp_path)
 
 
 def test_lease_of_a_reused_pid_is_taken_at_once(tmp_path):
     put_lease(LocalStore(tmp_path), replace(Owner.here(), born=1e9), time.time())
-    Lease(LocalStore(tmp_path)).acquire()
+    assert taken(tmp_path)
 
 
 def test_lease_outlives_a_clock_that_is_set(tmp_path, monkeypatch):
@@ -131,7 +139,7 @@ def test_lease_of_a_zombie_is_taken_at_once(tmp_path):
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, but not reaped
     try:
         put_lease(LocalStore(tmp_path), owner, time.time())
-        Lease(LocalStore(tmp_path)).acquire()
+        assert taken(tmp_path)
     finally:
         process.communicate()
 
@@ -146,7 +154,7 @@ def test_lease_of_another_machine_is_taken_only_when_its_heartbeat_is_old(tmp_pa
 
 def test_lease_file_that_cannot_be_read_is_taken(tmp_path):
     LocalStore(tmp_path).put("lease.json", b"")
-    Lease(LocalStore(tmp_path)).acquire()
+    assert taken(tmp_path)
 
 
 def test_renew_after_a_takeover_raises_lease_lost_and_release_leaves_it(tmp_path):
